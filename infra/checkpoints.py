@@ -108,11 +108,7 @@ def objection(state: State, recorded: Recorded) -> str | None:
 
 
 def to_keep(steps: Collection[int], *, keep_last: int, keep_every: int | None = None, best: int | None = None) -> set[int]:
-    """The checkpoints to keep: the newest `keep_last`, those at multiples of `keep_every` steps, and the best.
-
-    Example:
-        to_keep({10, 20, 30, 40}, keep_last=1, keep_every=20, best=10)  # -> {10, 20, 40}
-    """
+    """The checkpoints to keep: the newest `keep_last`, those at multiples of `keep_every` steps, and the best."""
     selected = {*sorted(steps)[-keep_last:], *(number for number in steps if keep_every and number % keep_every == 0)}
     return selected | {number for number in steps if number == best}
 

@@ -116,11 +116,7 @@ class Copies:
     """True to accept fewer than two in sync on several brokers: the loss of one node can then lose acknowledged records."""
 
     def on(self, brokers: int) -> tuple[int, int]:
-        """(replicas, in-sync replicas) on a cluster of `brokers`. Raises `ValueError` if that is impossible or could lose records.
-
-        Example:
-            Copies().on(3)  # -> (3, 2)
-        """
+        """(replicas, in-sync replicas) on a cluster of `brokers`. Raises `ValueError` if that is impossible or could lose records."""
         replicas = min(3, brokers) if self.replicas is None else self.replicas
         in_sync = min(2, replicas) if self.in_sync is None else self.in_sync
         if replicas > brokers:

@@ -64,41 +64,25 @@ def is_run_id(run: str) -> bool:
 
 
 def check_run_id(run: str) -> str:
-    """Return the run id. Raises `ValueError` if it cannot be the prefix of a topic.
-
-    Example:
-        check_run_id("demo-1")  # -> "demo-1"
-    """
+    """Return the run id. Raises `ValueError` if it cannot be the prefix of a topic."""
     if not is_run_id(run):
         raise ValueError(f"run id {run!r} is not allowed: use 1 to 64 characters of a-z, 0-9 and -, not starting with -, and not 'latest'")
     return run
 
 
 def topic_name(run: str, topic: str) -> str:
-    """The Kafka name of one of a run's topics.
-
-    Example:
-        topic_name("demo-1", "groups")  # -> "demo-1.groups"
-    """
+    """The Kafka name of one of a run's topics."""
     assert topic in (*TOPICS, *TURNS, *CONTROL, STATE), topic
     return f"{run}.{topic}"
 
 
 def control_topic(run: str, role: str) -> str:
-    """The Kafka name of a role's control topic.
-
-    Example:
-        control_topic("demo-1", "feeder")  # -> "demo-1.control-feeder"
-    """
+    """The Kafka name of a role's control topic."""
     return topic_name(run, f"control-{role}")
 
 
 def is_ours(name: str) -> bool:
-    """True if a topic of the cluster belongs to Penstock: to one run, or to all runs.
-
-    Example:
-        is_ours("demo-1.groups")  # -> True
-    """
+    """True if a topic of the cluster belongs to Penstock: to one run, or to all runs."""
     run, dot, topic = name.partition(".")
     return name == RUNS_TOPIC or (bool(dot and is_run_id(run)) and topic in (*TOPICS, *TURNS, *CONTROL, STATE))
 

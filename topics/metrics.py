@@ -258,11 +258,7 @@ class Activity(StrEnum):
 
     @property
     def kind(self) -> ActivityKind:
-        """Work, or the kind of waiting that the activity is; no other code decides this.
-
-        Example:
-            Activity.NO_PROMPTS.kind  # -> "wait"
-        """
+        """Work, or the kind of waiting that the activity is; no other code decides this."""
         if self in (Activity.START, Activity.LOAD):
             return "load"
         return "work" if self in (Activity.BUSY, Activity.COMPUTE, Activity.STOP, Activity.SAVE) else "wait"
@@ -369,11 +365,7 @@ def entry_of(point: str) -> tuple[str, str, dict[str, str]] | None:
 
 
 def meaning_of(point: str) -> str | None:
-    """The meaning of a metric by its full name; None if it is not documented.
-
-    Example:
-        meaning_of("train/tokens_at_lag_3")  # -> "share of trained tokens with that lag"
-    """
+    """The meaning of a metric by its full name; None if it is not documented."""
     entry = entry_of(point)
     return None if entry is None else TABLES[entry[0]][entry[1]]
 

@@ -103,11 +103,7 @@ def headers(*samples: Rollout, run: str, attempt: int | None = None) -> Headers:
 
 
 def tokens_of(claims: Headers) -> dict[int, int]:
-    """Number -> tokens of each sample of a record, from the headers returned by `check`.
-
-    Example:
-        tokens_of(Headers(run="r", schema="rollouts/2", sample_tokens=((0, 20), (3, 31))))  # -> {0: 20, 3: 31}
-    """
+    """Number -> tokens of each sample of a record, from the headers returned by `check`."""
     if claims.sample_tokens is not None:
         return dict(claims.sample_tokens)
     assert claims.sample is not None

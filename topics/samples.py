@@ -137,11 +137,7 @@ def reward_of(turns: Sequence[Turn] | None) -> float | None:
 
 
 def cause_of(turns: Sequence[Turn] | None) -> str | None:
-    """The reason for which the environment ended a trajectory early, or None.
-
-    Example:
-        cause_of([Turn(start=9, end=9, source="environment", finish="environment-step: …")])  # -> "environment-step: …"
-    """
+    """The reason for which the environment ended a trajectory early, or None."""
     return (turns[-1].finish or "unknown") if turns and turns[-1].source == ENVIRONMENT else None
 
 

@@ -70,11 +70,7 @@ PEAK_TFLOPS = (
 
 
 def peak_flops(device: str, *, dtype: str, tf32: bool, configured_tflops: float | None) -> float | None:
-    """Peak FLOP/s of a device in this arithmetic; None if unknown.
-
-    Example:
-        peak_flops("NVIDIA H100 80GB HBM3", dtype="bfloat16", tf32=False, configured_tflops=None)  # -> 989e12
-    """
+    """Peak FLOP/s of a device in this arithmetic; None if unknown."""
     if configured_tflops is not None:
         return configured_tflops * 1e12
     words = re.split(r"[\s-]", device)

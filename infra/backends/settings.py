@@ -14,12 +14,7 @@ LR_SCHEDULES = ("constant", "linear", "cosine")
 
 
 def learning_rate(step: int, *, lr: float, schedule: str = "constant", warmup_steps: int = 0, total_steps: int = 0) -> float:
-    """Learning rate of optimizer step `step`, from 0: linear warm-up, then constant, or decay to 0 at `total_steps`.
-
-    Example:
-        learning_rate(0, lr=1.0, warmup_steps=2)                     # -> 0.5
-        learning_rate(5, lr=1.0, schedule="linear", total_steps=10)  # -> 0.5
-    """
+    """Learning rate of optimizer step `step`, from 0: linear warm-up, then constant, or decay to 0 at `total_steps`."""
     if schedule not in LR_SCHEDULES:
         raise ValueError(f"unknown learning-rate schedule {schedule!r}: choose one of {', '.join(LR_SCHEDULES)}")
     if step < warmup_steps:

@@ -233,11 +233,7 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
 
 
 def expires_s(token: str) -> float | None:
-    """The claim `exp` of a JSON web token; None if it has none.
-
-    Example:
-        expires_s("e30.eyJleHAiOiA1fQ.")  # -> 5.0
-    """
+    """The claim `exp` of a JSON web token; None if it has none."""
     try:
         payload = token.split(".")[1]
         return float(json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))["exp"])

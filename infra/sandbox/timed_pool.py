@@ -61,8 +61,7 @@ class PipedChild:
     def read(self) -> tuple[list[dict[str, Any]], bool]:
         """The complete replies, and True if the child has ended; replies sent before its end count.
 
-        Raises:
-            ValueError, RecursionError: the code in the child has written to the pipe of the replies.
+        Raises `ValueError` or `RecursionError`: the code in the child has written to the pipe of the replies.
         """
         ended = False
         with contextlib.suppress(BlockingIOError):
@@ -177,11 +176,7 @@ class _Child(PipedChild, Generic[Key]):
             self._sending.clear()
 
     def named(self, reason: str) -> str:
-        """Prefix the reason with what the child was doing, if that can only belong to its one call.
-
-        Example:
-            child.named("ended with signal SIGSEGV")  # -> "reward f ended with signal SIGSEGV"
-        """
+        """Prefix the reason with what the child was doing, if that can only belong to its one call."""
         return f"{self.doing} {reason}" if self.doing and len(self.calls) == 1 else reason
 
 
@@ -249,8 +244,7 @@ class ChildPool(Generic[Key]):
     def poll(self, timeout_s: float = 0.0) -> list[Done[Key] | Failed[Key]]:
         """Finished calls, in the order they finished; waits up to `timeout_s` for the first, but not if none is pending.
 
-        Raises:
-            ChildError: the target itself does not load, or three children in a row ended before they were ready.
+        Raises `ChildError`: the target itself does not load, or three children in a row ended before they were ready.
         """
         end = time.monotonic() + timeout_s
         while True:

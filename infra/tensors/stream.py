@@ -94,12 +94,7 @@ class Hasher:
 
 
 def hash_of(recorded: str) -> Hash:
-    """The hash function of a recorded digest.
-
-    Example:
-        hash_of("blake3:af13…")  # -> "blake3"
-        hash_of("e3b0…")         # -> "sha256"
-    """
+    """The hash function of a recorded digest."""
     return "blake3" if recorded.startswith("blake3:") else "sha256"
 
 

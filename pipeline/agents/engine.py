@@ -101,11 +101,7 @@ _COUNTED = (
 
 
 def turn_number(group: int, sample: int, turn: int) -> int:
-    """The id of a turn in the engine and the seed of its random numbers; ordered by group.
-
-    Example:
-        turn_number(1, 0, 2)  # -> 16777218
-    """
+    """The id of a turn in the engine and the seed of its random numbers; ordered by group."""
     return (group << SAMPLE_BITS + TURN_BITS) + (sample << TURN_BITS) + turn
 
 

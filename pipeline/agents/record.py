@@ -122,11 +122,7 @@ def _marked(messages: Sequence[dict[str, Any]], generated: AbstractSet[int]) -> 
 
 
 def _spans(versions: npt.NDArray[np.int32], version: int) -> tuple[Span, ...]:
-    """The policy versions of tokens as spans; one empty span if there are no tokens.
-
-    Example:
-        _spans(np.array([3, 3, 4]), 0)  # -> (Span(3, 0), Span(4, 2))
-    """
+    """The policy versions of tokens as spans; one empty span if there are no tokens."""
     if not len(versions):
         return (Span(version, 0),)
     starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()]

@@ -147,11 +147,7 @@ class RewardScale:
 
     @classmethod
     def of(cls, functions: Sequence[str], weights: Sequence[float] | None = None, *, by_source: Collection[str] = ()) -> Self:
-        """The scale before any reward is seen; empty unless every function has a fixed range, and the same for all sources.
-
-        Example:
-            RewardScale.of(["exact_match", "soft_overlong"], [2.0, 1.0])  # -> RewardScale(low=-1.0, high=2.0)
-        """
+        """The scale before any reward is seen; empty unless every function has a fixed range, and the same for all sources."""
         scale = cls()
         if functions and not by_source and all(name in RANGES for name in functions):
             factors = weights or [1.0] * len(functions)

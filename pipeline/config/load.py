@@ -98,9 +98,6 @@ def with_device_defaults(table: Mapping[str, Any], *, gpus: int) -> dict[str, An
     """The table with the GPU defaults of absent keys in sections on a GPU, and with those of a shared device.
 
     `gpus` is this machine's number of GPUs.
-
-    Example:
-        with_device_defaults({"trainer": {"device": "cuda"}}, gpus=0)["trainer"]["dtype"]  # -> "bfloat16"
     """
     filled = deepcopy(dict(table))
     for default in DEVICE_DEFAULTS:
@@ -163,11 +160,7 @@ def with_cpu_defaults(table: Mapping[str, Any], *, cpu: Cpu | None, on_gpu: bool
 
 
 def trainer_threads(*, parameters: int | None, cores: int, processes: int) -> int:
-    """Threads of each trainer process: one for a small model, else half of the cores in total; `parameters` may be unknown.
-
-    Example:
-        trainer_threads(parameters=135_000_000, cores=8, processes=2)  # -> 2
-    """
+    """Threads of each trainer process: one for a small model, else half of the cores in total; `parameters` may be unknown."""
     return 1 if parameters is not None and parameters < SMALL else max(1, cores // 2 // max(1, processes))
 
 
@@ -187,10 +180,8 @@ __all__ = ["Config", "ConfigError", "from_json", "from_table", "load", "override
 def load(path: str | Path, overrides: Sequence[str] = (), *, gpus: int = 0, cpu: Cpu | None = None) -> Config:
     """Read a TOML file and apply `a.b=c` overrides; relative paths are relative to the file (overrides: to the working directory).
 
-    `gpus` and `cpu` are this machine's number of GPUs and its processor, which determine defaults.
-
-    Raises:
-        ConfigError: one line with key, value and the nearest valid key.
+    `gpus` and `cpu` are this machine's number of GPUs and its processor, which determine defaults. Raises `ConfigError`: one line with key,
+    value and the nearest valid key.
     """
     file = Path(path)
     try:

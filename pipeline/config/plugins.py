@@ -30,11 +30,7 @@ class PluginError(ConfigError):
 def load(spec: str, *, base_dir: str | Path | None = None) -> Callable[..., Any]:
     """Load the function `spec`; relative files are relative to `base_dir`, else to the working directory.
 
-    Example:
-        load("math:sqrt")(9)  # -> 3.0
-
-    Raises:
-        PluginError: the file, module or function is missing, or importing the user's module fails.
+    Raises `PluginError`: the file, module or function is missing, or importing the user's module fails.
     """
     origin, name = split(spec)
     module = _load_file(spec, _file(origin, base_dir)) if origin.endswith(".py") else _load_module(spec, origin, base_dir)

@@ -44,8 +44,7 @@ class Rows:
 def open_function(spec: str, *, base_dir: Path, seed: int, size: int | None, split: str, options: Mapping[str, Any]) -> Rows:
     """Rows of a user's function that returns an iterable of dicts; it receives `seed`, `size` and `split` if it has these parameters.
 
-    Raises:
-        DataError: the function cannot be loaded, raises, or returns something else.
+    Raises `DataError`: the function cannot be loaded, raises, or returns something else.
     """
     function = load(spec, base_dir=base_dir)
     offered: dict[str, Any] = {"seed": seed, "split": split, **({} if size is None else {"size": size})}
@@ -235,14 +234,11 @@ def open_dataset(
 ) -> Dataset:
     """Open a data set by its source.
 
-    `x.jsonl` or `x.parquet` (also folders and globs), `hf:NAME` or `hf:FOLDER`, `reasoning-gym:TASK`, `tiny:successor`,
-    `file.py:function` or `module:function`. Options follow a question mark: `hf:openai/gsm8k?config=main`,
-    `reasoning-gym:chain_sum?max_terms=3`. `split` does not apply to files; `seed` and `size` apply to sources that make their rows. The
-    data set has the rows [start, start + limit).
-
-    Raises:
-        DataError: the source and the problem in one line. Rows are not read yet: see `check`.
-        PluginError: a function cannot be loaded.
+    `x.jsonl` or `x.parquet` (also folders and globs), `hf:NAME` or `hf:FOLDER`, `reasoning-gym:TASK`, `tiny:successor`, `file.py:function`
+    or `module:function`. Options follow a question mark: `hf:openai/gsm8k?config=main`, `reasoning-gym:chain_sum?max_terms=3`. `split` does
+    not apply to files; `seed` and `size` apply to sources that make their rows. The data set has the rows [start, start + limit). Raises
+    `DataError`: the source and the problem in one line. Rows are not read yet: see `check`. Raises `PluginError`: a function cannot be
+    loaded.
     """
     plain, options = split_options(source)
     scheme, _, name = plain.partition(":")
@@ -263,8 +259,7 @@ def open_dataset(
 def check(dataset: Dataset, *, also: Callable[[Row], object] | None = None) -> None:
     """Read every row (of generated data only the first few) and pass it to `also`, whose `ValueError`s are reported too.
 
-    Raises:
-        DataError: one line with the origins and problems of the first unusable rows, and the number of others.
+    Raises `DataError`: one line with the origins and problems of the first unusable rows, and the number of others.
     """
     problems: list[str] = []
     more = 0

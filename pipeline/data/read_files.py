@@ -176,8 +176,7 @@ def _well_formed(raw: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
 def jsonable(value: Any, *, lenient: bool = False) -> Any:
     """The value as JSON: dates as ISO text, decimals as numbers, NaN as null.
 
-    Raises:
-        TypeError: JSON cannot represent the value; the message is its type. With `lenient`, its text is used instead.
+    Raises `TypeError`: JSON cannot represent the value; the message is its type. With `lenient`, its text is used instead.
     """
     if value is None or isinstance(value, (str, bool)):
         return value

@@ -35,24 +35,17 @@ def accepted(reference: Any) -> tuple[str, ...]:
 
 
 def reference_text(columns: str | None) -> str | None:
-    """The reference answer in a row's columns, which are JSON, as a text; None if they have none.
-
-    Example:
-        reference_text('{"answer": 15}')  # -> "15"
-    """
+    """The reference answer in a row's columns, which are JSON, as a text; None if they have none."""
     reference = json.loads(columns or "{}").get("answer")
     return None if reference is None else str(reference)
 
 
 def matches_reference(text: str, reference: Any) -> bool:
-    """True if `text` equals an accepted text, or an accepted number in value; surrounding spaces are ignored.
+    """True if `text` equals an accepted text, or an accepted number in value, except for surrounding spaces. Raises as `accepted`.
 
     Example:
         matches_reference("18.0 ", 18)  # -> True
         matches_reference("18.0 ", "18")  # -> False
-
-    Raises:
-        InvalidReference: as `accepted`.
     """
     text = text.strip()
     number = Decimal(text) if NUMBER.fullmatch(text) else None
@@ -98,11 +91,7 @@ def _single(reference: Any) -> str | int | float:
 
 
 def _written(reference: str | int | float) -> Iterator[str | int | float]:
-    """The value; before it, if it was a 32-bit float, the shortest decimal number that rounds to the same float.
-
-    Example:
-        list(_written(0.10000000149011612))  # -> [0.1, 0.10000000149011612]
-    """
+    """The value; before it, if it was a 32-bit float, the shortest decimal number that rounds to the same float."""
     if isinstance(reference, float) and not reference.is_integer() and len(_decimal(reference).as_tuple().digits) > WRITTEN_DIGITS:
         short = np.float32(reference)
         if short == reference:

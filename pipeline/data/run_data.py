@@ -60,11 +60,7 @@ class PromptOrder:
         self._taken = [0] * len(self.sizes)
 
     def at(self, index: int) -> RowId:
-        """The row at an index of the order, counted from 0.
-
-        Example:
-            PromptOrder(sizes=(2, 2), weights=(2, 1), shuffle=False).at(4)  # -> RowId(source=1, epoch=0, row=1)
-        """
+        """The row at an index of the order, counted from 0."""
         index += self.first
         source, before = (0, index) if len(self.sizes) == 1 else self._turn(index)
         size = self.sizes[source]
@@ -83,11 +79,7 @@ class PromptOrder:
 
 
 def order(seed: int, n: int, size: int, *, shuffle: bool = True) -> tuple[int, int]:
-    """Epoch and row of group `n` over a data set of `size` rows; each epoch visits every row once.
-
-    Example:
-        order(0, 7, 3, shuffle=False)  # -> (2, 1)
-    """
+    """Epoch and row of group `n` over a data set of `size` rows; each epoch visits every row once."""
     if n < 0 or size < 1:
         raise ValueError(f"group {n} of a data set with {size} rows: expected n >= 0 and size >= 1")
     epoch, index = divmod(n, size)

@@ -191,8 +191,7 @@ def encode_prompt(folder: Path, tokenizer: Any) -> Callable[[str], list[int]]:
 def stop_ids_of(folder: Path) -> list[int]:
     """The end-of-sequence ids of the model, its generation config and its tokenizer, ascending.
 
-    Raises:
-        ConfigError: a value is not a token; the message has the file and the key.
+    Raises `ConfigError`: a value is not a token; the message has the file and the key.
     """
     ids: set[int] = set()
     config, vocabulary = json_file(folder / "config.json"), _vocabulary(folder)
@@ -314,8 +313,7 @@ class Renderer:
     def render(self, row: Row) -> tuple[str, NDArray[np.int32]]:
         """Text of a row's prompt, and its token ids, int32 [L].
 
-        Raises:
-            DataError: with the row's origin: too long, empty, messages without a template, or refused by the template.
+        Raises `DataError`: with the row's origin: too long, empty, messages without a template, or refused by the template.
         """
         text, ids = self._rendered(row)
         if not ids:
@@ -372,8 +370,7 @@ class Decoder:
 def digests(model_directory: str | Path, *, chat_template: str = "auto") -> Digests:
     """The digests of a model's files for the run's record; every worker compares them with its own copy of the model.
 
-    Raises:
-        ValueError: the directory, its tokenizer.json or the template is missing.
+    Raises `ValueError`: the directory, its tokenizer.json or the template is missing.
     """
     folder = model_folder(model_directory)
     tokenizer = hashlib.sha256()

@@ -122,11 +122,8 @@ class BrokerKeeper:
 def connect(bootstrap: str, security: Mapping[str, str], *, notify: Notify, start: bool = True, wait_s: float = 0.0) -> KafkaLog:
     """Connect to a broker, waiting up to `wait_s` for it; `security` overrides the client settings of the environment.
 
-    `embedded` is this machine's own broker, which is started if it does not run, unless `start` is false.
-
-    Raises:
-        ConfigError: the address or a security setting is malformed.
-        PenstockError: no broker can be reached or started.
+    `embedded` is this machine's own broker, which is started if it does not run, unless `start` is false. Raises `ConfigError`: the address
+    or a security setting is malformed. Raises `PenstockError`: no broker can be reached or started.
     """
     settings = credentials(security)
     if bootstrap == "embedded":

@@ -47,11 +47,8 @@ def create(
 ) -> RunRecord:
     """Check data and model, create the run's key and topics, and register the run; starts nothing. `about` extends the run's info.
 
-    `checked` is the info that `check_inputs` has returned, where it has been called.
-
-    Raises:
-        ConfigError: the id is taken or malformed, or sizes do not fit the model's context.
-        PenstockError: data or model cannot be used; one line, for data with file and line.
+    `checked` is the info that `check_inputs` has returned, where it has been called. Raises `ConfigError`: the id is taken or malformed, or
+    sizes do not fit the model's context. Raises `PenstockError`: data or model cannot be used; one line, for data with file and line.
     """
     config = with_values(config, "model", path=pinned(config.model.path))
     info = {**(check_inputs(config, notify=notify)[0] if checked is None else checked), **(about or {})}

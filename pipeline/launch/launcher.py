@@ -103,10 +103,8 @@ def watch(
 ) -> int:
     """Start a run's workers and wait for their exit; returns 0, or 130 if the run was stopped. `quiet` keeps stdout free.
 
-    `screen` shows the live view if there is no terminal.
-
-    Raises:
-        PenstockError: a worker or the broker reached the restart limit, the run ended as failed, or another launcher attends it.
+    `screen` shows the live view if there is no terminal. Raises `PenstockError`: a worker or the broker reached the restart limit, the run
+    ended as failed, or another launcher attends it.
     """
     from penstock.pipeline.inspect.live.view import LiveView, Terminal
 

@@ -43,12 +43,7 @@ NOT_PLACED = Placement(None)
 
 
 def place(config: Config, available: Sequence[str]) -> Placement:
-    """Assign GPUs to the trainer first, then to rollout workers, then to the evaluator. Raises `ConfigError` if there are too few.
-
-    Example:
-        str(place(config, ["0", "1", "2"]))  # trainer.gpus = 1, two workers with 1 each
-        # -> "trainer: GPU 0; rollout-0: GPU 1; rollout-1: GPU 2; the others: none"
-    """
+    """Assign GPUs to the trainer first, then to rollout workers, then to the evaluator. Raises `ConfigError` if there are too few."""
     trainer, rollout = config.trainer, config.rollout
     if config.colocated:
         return _by_turns(config, available)

@@ -41,11 +41,7 @@ class Rules:
 
 
 def failures_in_a_row(exits: Sequence[WorkerExit]) -> int:
-    """Exits since the process last made progress; excused ones do not count.
-
-    Example:
-        failures_in_a_row([WorkerExit(at_s=60, status=1, progress=True), WorkerExit(at_s=61, status=1)])  # -> 2
-    """
+    """Exits since the process last made progress; excused ones do not count."""
     count = 0
     for exit_ in reversed(exits):
         count += not exit_.excused
@@ -55,11 +51,7 @@ def failures_in_a_row(exits: Sequence[WorkerExit]) -> int:
 
 
 def pause_s(exits: int) -> float:
-    """Pause before a restart after this many recent exits: none after the first, then 1, 2, 4 ... 30 s.
-
-    Example:
-        [pause_s(n) for n in range(1, 8)]  # -> [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
-    """
+    """Pause before a restart after this many recent exits: none after the first, then 1, 2, 4 ... 30 s."""
     return 0.0 if exits <= 1 else min(LONGEST_PAUSE_S, 2.0 ** min(exits - 2, 10))
 
 
@@ -85,11 +77,7 @@ def is_hung(*, silent_s: float, cpu_share: float | None, stall_s: float) -> bool
 
 
 def how(status: int) -> str:
-    """Describe how a process ended.
-
-    Example:
-        how(-9)  # -> "was killed by SIGKILL"
-    """
+    """Describe how a process ended."""
     if status >= 0:
         return f"exited with status {status}"
     try:

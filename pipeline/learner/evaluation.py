@@ -25,11 +25,7 @@ Z95 = 1.959964
 
 
 def wilson(successes: float, trials: int) -> tuple[float, float]:
-    """95 % interval of a proportion (Wilson, Journal of the American Statistical Association 22, 1927).
-
-    Example:
-        wilson(8, 10)  # -> (0.490, 0.943)
-    """
+    """95 % interval of a proportion (Wilson, Journal of the American Statistical Association 22, 1927)."""
     if trials == 0:
         return (0.0, 1.0)
     p, z2 = successes / trials, Z95 * Z95

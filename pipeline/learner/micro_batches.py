@@ -266,11 +266,7 @@ def _filled(rows: Sequence[TokenSequence], token_budget: int, size: Size) -> lis
 
 
 def boundaries(batches: Iterable[Sequence[TokenSequence]]) -> tuple[int, ...]:
-    """Number of the step's sequences up to the end of each micro-batch, as the ledger records it.
-
-    Example:
-        boundaries([(a, b, c), (d,)])  # -> (3, 4)
-    """
+    """Number of the step's sequences up to the end of each micro-batch, as the ledger records it."""
     return tuple(int(end) for end in np.cumsum([len(batch) for batch in batches], dtype=np.int64))
 
 
@@ -338,11 +334,7 @@ def denominator(masks: Iterable[np.ndarray[Any, Any]], plan: Iterable[Group], *,
 
 
 def token_share(tokens: int, *, aggregate: str, max_tokens: int) -> float:
-    """Weight of each of a sequence's `tokens` trained tokens in the step's sum, before its division: 1, 1/tokens or 1/max_tokens.
-
-    Example:
-        token_share(4, aggregate="sequence_mean", max_tokens=16)  # -> 0.25
-    """
+    """Weight of each of a sequence's `tokens` trained tokens in the step's sum, before its division: 1, 1/tokens or 1/max_tokens."""
     if aggregate == "token_mean":
         return 1.0
     return 1.0 / (max_tokens if aggregate == "constant" else max(tokens, 1))

@@ -106,14 +106,12 @@ class Rewards:
     ) -> Score | Coroutine[Any, Any, Score]:
         """Call the functions for the completions of one prompt; returns the score, or a coroutine if a function is async.
 
-        For a conversational prompt (`messages`), functions receive lists of messages, as in TRL. `step` is the optimizer step of the
-        policy version that generated them. `episodes` has the result of `episode` for each trajectory: functions can take
-        `environment_reward` and `conversations`, and completions are the generated messages.
+        For a conversational prompt (`messages`), functions receive lists of messages, as in TRL. `step` is the optimizer step of the policy
+        version that generated them. `episodes` has the result of `episode` for each trajectory: functions can take `environment_reward` and
+        `conversations`, and completions are the generated messages.
 
-        Each function and each completion gets copies of the arguments, so that changes to them have no effect on others.
-
-        Raises:
-            RewardError: a function raised, or returned a wrong length, a wrong type, or a number that is not finite or too large.
+        Each function and each completion gets copies of the arguments, so that changes to them have no effect on others. Raises
+        `RewardError`: a function raised, or returned a wrong length, a wrong type, or a number that is not finite or too large.
         """
         count = len(completions)
         facts = self._facts(count, completion_ids, step)
@@ -248,12 +246,9 @@ def resolve(
 ) -> Rewards:
     """Load reward functions by name, plug-in spec or address, with options after a question mark; weights default to 1.
 
-    `max_steps` and `max_completion_length` are arguments of functions. `timeout_s` per group and `concurrency` in groups apply to
-    services.
-
-    Raises:
-        PluginError: an unknown name, a function that cannot be loaded, or an option that it does not take.
-        ValueError: there is not one finite weight for each.
+    `max_steps` and `max_completion_length` are arguments of functions. `timeout_s` per group and `concurrency` in groups apply to services.
+    Raises `PluginError`: an unknown name, a function that cannot be loaded, or an option that it does not take. Raises `ValueError`: there
+    is not one finite weight for each.
     """
     if not names:
         raise ValueError("reward.functions is empty: name at least one reward function")
@@ -296,12 +291,7 @@ def episode(turns: Sequence[Turn], messages: str | None) -> dict[str, Any]:
 
 
 def completions_of(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The generated messages of a trajectory, each with a text; one empty message if there are none.
-
-    Example:
-        completions_of([{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2", "generated": True}])
-        # -> [{"role": "assistant", "content": "2"}]
-    """
+    """The generated messages of a trajectory, each with a text; one empty message if there are none."""
     generated = [message for message in conversation if message.get(GENERATED)] or [{"role": "assistant"}]
     return [
         {**{key: message[key] for key in message if key != GENERATED}, "content": message.get("content") or ""} for message in generated

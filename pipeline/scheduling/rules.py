@@ -133,11 +133,7 @@ def admission_limit(schedule: Schedule, *, newest_version: int, dropped: int, st
 
 
 def admitted_groups(numbers: Container[int], *, since: int = 0) -> range:
-    """The admitted groups from `since` on, by the numbers in `prompts`: the feeder leaves no gap, so numbers after a gap do not count.
-
-    Example:
-        admitted_groups({0, 1, 2, 900})  # -> range(0, 3)
-    """
+    """The admitted groups from `since` on, by the numbers in `prompts`: the feeder leaves no gap, so numbers after a gap do not count."""
     count = since
     while count in numbers:
         count += 1

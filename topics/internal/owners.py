@@ -39,11 +39,7 @@ CODEC = Codec(SCHEMA, fields=fields_of(Owner))
 
 
 def key(owner: Owner) -> bytes:
-    """The record's key: compaction retains the newest of each kind.
-
-    Example:
-        key(Owner(writer="trainer", kind="taken", ...))  # -> b"trainer/taken"
-    """
+    """The record's key: compaction retains the newest of each kind."""
     return f"{owner.writer}/{owner.kind}".encode()
 
 

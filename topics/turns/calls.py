@@ -69,11 +69,7 @@ CODEC = Codec(SCHEMA, fields=fields_of(Call))
 
 
 def context_digest(token_ids: Int32s) -> str:
-    """SHA-256 of a context: its token ids as little-endian int32.
-
-    Example:
-        context_digest(np.array([5], np.int32))[:8]  # -> "a2cfa8e3"
-    """
+    """SHA-256 of a context: its token ids as little-endian int32."""
     return hashlib.sha256(np.ascontiguousarray(token_ids, "<i4").tobytes()).hexdigest()
 
 

@@ -26,11 +26,7 @@ def map_of(kind: pa.DataType) -> pa.DataType:
 
 
 def fields_of(record: type, **given: pa.DataType) -> tuple[pa.Field, ...]:
-    """A column for each field of a dataclass, in their order; `given`: types by field, if its annotation does not tell them.
-
-    Example:
-        fields_of(State)  # -> (string worker, string positions, string view), none nullable
-    """
+    """A column for each field of a dataclass, in their order; `given`: types by field, if its annotation does not tell them."""
     return tuple(
         column(name, given.get(name) or _arrow(hint), nullable=type(None) in get_args(hint))
         for name, hint in get_type_hints(record).items()

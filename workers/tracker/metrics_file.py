@@ -25,11 +25,7 @@ _RESERVED = frozenset({"kind", "step", "time", "from", "number"})
 
 
 class MetricsFile:
-    """An append-only file that tracks the next line of each source.
-
-    Raises:
-        Fenced: another process writes it.
-    """
+    """An append-only file that tracks the next line of each source. Raises `Fenced`: another process writes it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

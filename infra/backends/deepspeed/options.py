@@ -84,11 +84,7 @@ def passed_on(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(ours: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with `options` merged over it, table by table.
-
-    Example:
-        merged({"zero": {"stage": 2}}, {"zero": {"bucket": 5}})  # -> {"zero": {"stage": 2, "bucket": 5}}
-    """
+    """The configuration with `options` merged over it, table by table."""
     result = dict(ours)
     for name, value in options.items():
         table = result.get(name)

@@ -64,12 +64,7 @@ SET_BY_PENSTOCK = {
 
 
 def unknown_argument(names: Iterable[str]) -> str | None:
-    """Explain the first name that is not allowed in `[rollout.vllm]`; None if all are, or if vLLM is not installed.
-
-    Example:
-        unknown_argument(["tensor_paralel_size"])
-        # -> "rollout.vllm.tensor_paralel_size: vLLM's engine has no such argument; did you mean tensor_parallel_size?"
-    """
+    """Explain the first name that is not allowed in `[rollout.vllm]`; None if all are, or if vLLM is not installed."""
     valid = valid_arguments()
     for name in names:
         if name in SET_BY_PENSTOCK:

@@ -139,8 +139,7 @@ class Conversation:
     def context(self, messages: Sequence[Message], tools: Tools | None = None) -> Context:
         """The engine's input for the turn after `messages`, which include earlier completions.
 
-        Raises:
-            TemplateRefused: the template cannot render the messages.
+        Raises `TemplateRefused`: the template cannot render the messages.
         """
         tools = self._tools if tools is None else tools
         history = digests(messages, tools)

@@ -179,8 +179,7 @@ class ChatTemplate(_TokenizedText):
     def rendered(self, messages: Sequence[Message], tools: Tools | None) -> tuple[str, list[int]]:
         """Text and ids of a conversation with the generation prompt; a last assistant message is continued.
 
-        Raises:
-            TemplateRefused: the template cannot render the messages.
+        Raises `TemplateRefused`: the template cannot render the messages.
         """
         made, tools = self._escaped(messages), self._escaped_tools(tools)
         text = self._apart(lambda apart: self._prompt(apart, tools), made) or ""
@@ -371,8 +370,7 @@ class PlainTemplate(_TokenizedText):
     def render(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
         """The ids of all texts. Completions are closed with the first stop id, except a last one, which is continued.
 
-        Raises:
-            TemplateRefused: there are no texts, or there are tools.
+        Raises `TemplateRefused`: there are no texts, or there are tools.
         """
         if tools:
             raise TemplateRefused("tools need a chat template: set data.chat_template to a Jinja file")

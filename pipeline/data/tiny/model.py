@@ -54,10 +54,7 @@ def make_tiny_model(
 ) -> Path:
     """Write model and tokenizer to a new directory after `steps` of supervised learning; default: the task's number.
 
-    `progress` gets (step, steps, loss).
-
-    Raises:
-        ValueError: the directory is not empty.
+    `progress` gets (step, steps, loss). Raises `ValueError`: the directory is not empty.
     """
     steps = task.steps if steps is None else steps
     tokenizer = tiny_tokenizer()

@@ -35,9 +35,7 @@ def code_digests(config: Config) -> dict[str, str]:
 def with_changes(record: RunRecord, config: Config, *, notify: Callable[[str], None]) -> RunRecord:
     """The record of a resumed run with what has changed since it was written; each change is logged.
 
-    Raises:
-        ConfigError: other rows, which `data.on_change` does not accept, or none.
-        PenstockError: the data cannot be opened.
+    Raises `ConfigError`: other rows, which `data.on_change` does not accept, or none. Raises `PenstockError`: the data cannot be opened.
     """
     info = json.loads(record.info)
     data, held_out = _opened(config)
@@ -59,11 +57,8 @@ def with_changes(record: RunRecord, config: Config, *, notify: Callable[[str], N
 def require_same(record: RunRecord, config: Config, *, notify: Callable[[str], None]) -> None:
     """Compare a run with the configuration from which it would now be created; changes nothing.
 
-    Keys that a resumed run may change keep the run's values, and `notify` gets them; the address of the broker is not compared.
-
-    Raises:
-        ConfigError: another key, data set, code or tokenizer; one line names all of them.
-        PenstockError: the data cannot be opened.
+    Keys that a resumed run may change keep the run's values, and `notify` gets them; the address of the broker is not compared. Raises
+    `ConfigError`: another key, data set, code or tokenizer; one line names all of them. Raises `PenstockError`: the data cannot be opened.
     """
     recorded, info = from_json(record.config), json.loads(record.info)
     config = with_values(config, "model", path=pinned(config.model.path))

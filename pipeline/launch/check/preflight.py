@@ -67,9 +67,8 @@ class Checked:
 def check(config: Config, *, tell: Tell, samples: bool, notify: Callable[[str], None] = lambda _: None) -> Checked:
     """Check everything; `tell` receives each finding as (name, text) at once; with `samples` the engine generates those of a step.
 
-    Raises:
-        ConfigError: a setting that this machine, the model or the data cannot do.
-        PenstockError: data, model, reward, engine, disk or a GPU's memory cannot be used.
+    Raises `ConfigError`: a setting that this machine, the model or the data cannot do. Raises `PenstockError`: data, model, reward, engine,
+    disk or a GPU's memory cannot be used.
     """
     lines: dict[str, str] = {}
 

@@ -162,11 +162,8 @@ def propose(
 ) -> str:
     """Text of a configuration file for the folder `base`; columns that are not named are guessed.
 
-    `notify` gets a line for what takes a while.
-
-    Raises:
-        ConfigError: the model, the data or the reward cannot be used as they are named.
-        ValueError: the same, from the part that reads them.
+    `notify` gets a line for what takes a while. Raises `ConfigError`: the model, the data or the reward cannot be used as they are named.
+    Raises `ValueError`: the same, from the part that reads them.
     """
     inputs = look(model, data, functions, base=base, prompt_field=prompt_field, answer_field=answer_field, notify=notify)
     return written(model, data, functions, inputs, base=base, notify=notify)

@@ -153,10 +153,6 @@ def delta_share(dtype: str, lr: float) -> float:
     """Estimated size of a delta relative to the full version; at most 1, as no piece takes more than its bytes.
 
     In float32 every step changes all elements; in bfloat16 only those whose float32 master has crossed to the next number.
-
-    Example:
-        delta_share("bfloat16", 1e-6)  # -> 0.006
-        delta_share("float32", 1e-6)   # -> 1.0
     """
     if dtype != "bfloat16":
         return 1.0

@@ -81,11 +81,7 @@ def recorded(groups: Mapping[int, Lengths], *, name: str) -> LengthDistribution:
 def parse(text: str) -> LengthDistribution:
     """A distribution by name (`constant:N`, `uniform:LONGEST`, `lognormal:MEAN:SIGMA[:LONGEST]`), or a file with one length per line.
 
-    Example:
-        parse("uniform:1000").mean  # -> 500.5
-
-    Raises:
-        ValueError: no such distribution, or a length below 1.
+    Raises `ValueError`: no such distribution, or a length below 1.
     """
     name, _, rest = text.partition(":")
     makers: dict[str, tuple[Callable[..., LengthDistribution], tuple[int, ...]]] = {
@@ -146,11 +142,7 @@ def linear(base_s: float, each_s: float, *, most: int = 1 << 20) -> DecodeTimes:
 def from_speeds(points: Sequence[tuple[int, float]]) -> DecodeTimes:
     """Decode times from (concurrent samples, tokens per second of one engine).
 
-    Example:
-        from_speeds([(1, 50), (64, 1600)])(64)  # -> 0.04
-
-    Raises:
-        ValueError: no point, one that is not positive, or a step that is faster with more samples.
+    Raises `ValueError`: no point, one that is not positive, or a step that is faster with more samples.
     """
     ordered = sorted(points)
     if not ordered or any(samples < 1 or not speed > 0 for samples, speed in ordered):

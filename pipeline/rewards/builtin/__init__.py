@@ -145,11 +145,10 @@ def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
 def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
     """1 if the completion equals the reference answer as text, or in value to a number; surrounding spaces are ignored.
 
+    Raises `InvalidReference` if the reference answer is null, empty, or neither text nor number.
+
     Example:
         exact_match([" 7\\n", "8", "9.0"], ["7", "7", [8, 9]])  # -> [1.0, 0.0, 1.0]
-
-    Raises:
-        InvalidReference: the reference answer is null, empty, or neither text nor number.
     """
     return [float(matches_reference(text_of(completion), gold)) for completion, gold in zip(completions, answer, strict=True)]
 

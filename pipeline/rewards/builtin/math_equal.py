@@ -240,11 +240,7 @@ _MAX_ITEMS = 30
 
 
 def equal(first: str, second: str) -> bool:
-    r"""True if two answers, in LaTeX or plain text, are equal; symmetric, and False for texts without content.
-
-    Example:
-        equal(r"\frac{1}{2}", "0.5")  # -> True
-    """
+    """True if two answers, in LaTeX or plain text, are equal; symmetric, and False for texts without content."""
     if max(len(first), len(second)) > 2 * MAX_CHARACTERS:
         return first.strip() == second.strip()
     plain = [normalised(text) for text in (first, second)]

@@ -90,9 +90,6 @@ def chunk_partitions(version: int, *, count: int) -> list[int]:
     """The partitions of a version's chunks, in order, in a topic with `count` partitions.
 
     Version 0 has one of its own, so that what follows it can be deleted; the others start at a different one each.
-
-    Example:
-        chunk_partitions(4, count=5)  # -> [3, 4, 2]
     """
     if version == 0 or count <= weights.FIRST:
         return [weights.ORIGIN]
