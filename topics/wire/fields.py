@@ -25,10 +25,10 @@ def map_of(kind: pa.DataType) -> pa.DataType:
     return pa.map_(pa.string(), pa.field("value", kind, nullable=False))
 
 
-def fields_of(record: type, **given: pa.DataType) -> tuple[pa.Field, ...]:
-    """A column for each field of a dataclass, in their order; `given`: types by field, if its annotation does not tell them."""
+def fields_of(record: type, **kinds: pa.DataType) -> tuple[pa.Field, ...]:
+    """A column for each field of a dataclass, in their order; `kinds`: types by field, if its annotation does not tell them."""
     return tuple(
-        column(name, given.get(name) or _arrow(hint), nullable=type(None) in get_args(hint))
+        column(name, kinds.get(name) or _arrow(hint), nullable=type(None) in get_args(hint))
         for name, hint in get_type_hints(record).items()
     )
 

@@ -24,7 +24,7 @@ from penstock.pipeline.data.conversation.messages import (
     text_of,
 )
 from penstock.pipeline.data.conversation.parsers import format_of, read_calls, split_harmony, split_reasoning
-from penstock.pipeline.data.tokenization import (
+from penstock.pipeline.data.model_files import (
     chat_template_of,
     compiled,
     encode_prompt,

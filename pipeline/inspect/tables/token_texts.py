@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.infra.log import Log
-from penstock.pipeline.data.tokenization import digests, model_folder
+from penstock.pipeline.data.model_files import model_folder
+from penstock.pipeline.data.tokenization import digests
 from penstock.pipeline.inspect.run_status import config_of, info_of
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.runtime.registration.run_registry import find

@@ -15,10 +15,11 @@ from penstock.infra.tensors.parameter_count import parameters
 from penstock.pipeline.config.fields import absolute_source, is_hub_name, local_model
 from penstock.pipeline.config.load import Config, ConfigError, from_table, with_device_defaults
 from penstock.pipeline.config.plugins import nearest
+from penstock.pipeline.data.model_files import chat_template_of, model_folder
 from penstock.pipeline.data.open import open_dataset
 from penstock.pipeline.data.read_files import Dataset
 from penstock.pipeline.data.references import InvalidReference, accepted
-from penstock.pipeline.data.tokenization import Decoder, Renderer, chat_template_of, model_folder
+from penstock.pipeline.data.tokenization import Decoder, Renderer
 from penstock.pipeline.inspect.records.runs import size
 from penstock.pipeline.launch.check.fit import USUAL_COMPLETION, memory_or_usual, proposed
 from penstock.pipeline.launch.check.memory import UTILIZATION, Shape, estimates, shape_of

@@ -33,7 +33,7 @@ def test_every_call_that_loads_a_model_refuses_its_code() -> None:
 
 
 def load_tokenizer(folder: Path) -> None:
-    from penstock.pipeline.data.tokenization import _full_tokenizer
+    from penstock.pipeline.data.model_files import _full_tokenizer
 
     _full_tokenizer(folder)
 

@@ -3,7 +3,7 @@
 import pytest
 from jinja2.exceptions import SecurityError, UndefinedError
 
-from penstock.pipeline.data.tokenization import compiled
+from penstock.pipeline.data.model_files import compiled
 
 
 @pytest.mark.parametrize(
