@@ -276,7 +276,7 @@ def skip(
     json: Json = False,
 ) -> None:
     """Make every reader skip a batch that is damaged on the broker's disk; recorded as a dead letter."""
-    from penstock.pipeline.archive.skip import skip as skip_batch
+    from penstock.pipeline.runtime.dead_letters import skip as skip_batch
 
     with on_broker(run, bootstrap, security, executes=True) as (log, run_id):
         skipped, follows = skip_batch(log, run_id, topic, partition, offset)

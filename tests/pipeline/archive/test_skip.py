@@ -10,11 +10,11 @@ from penstock.infra.errors import Damaged
 from penstock.infra.kafka.bulk import BulkReader
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Records
-from penstock.pipeline.archive.skip import skip
 from penstock.pipeline.cli.app import app
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.inspect.audit.kafka_reader import KafkaSource
 from penstock.pipeline.inspect.audit.source import Unreadable
+from penstock.pipeline.runtime.dead_letters import skip
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TopicSpec, topics_of
 from tests.support.a_run import RecordBuilder
 from tests.support.bare_clients import c_client
