@@ -154,7 +154,7 @@ def _openenv(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
 def _tiny(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
     if name != "lake":
         raise PluginError(f"'tiny:{name}' is not an environment: use 'tiny:lake'")
-    return _own("penstock.pipeline.data.tiny.task:Lake", options)
+    return _own("penstock.pipeline.data.tiny.lake:Lake", options)
 
 
 SCHEMES: Mapping[str, Callable[[str, Mapping[str, Any]], EnvironmentKind]] = {

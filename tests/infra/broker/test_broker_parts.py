@@ -34,8 +34,8 @@ def lay_out(directory: Path, contents: dict[str, bytes]) -> Path:
 @pytest.fixture
 def pins(tmp_path: Path) -> Path:
     lines = [f"{hashlib.sha256(content).hexdigest()}  {path}\n" for path, content in _JARS.items()]
-    (tmp_path / "process.sha256").write_text("".join(lines))
-    return tmp_path / "process.sha256"
+    (tmp_path / "jars.sha256").write_text("".join(lines))
+    return tmp_path / "jars.sha256"
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_fetched_jar_that_differs_from_its_pin_never_enters_the_cache(pins: Pa
     lay_out(repository, dict.fromkeys(_JARS, b"not it"))
     with pytest.raises(BrokerError) as caught:
         process.class_path(progress=print, pins=pins, cache=tmp_path / "cache")
-    assert one_line(caught, ".jar", "process.sha256")
+    assert one_line(caught, ".jar", "jars.sha256")
     assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
 
 
