@@ -11,6 +11,9 @@ from penstock.infra.errors import Unrecoverable
 from penstock.topics.catalogue import TopicSpec
 from penstock.topics.wire.record import Outgoing, Record
 
+NO_RECORD = "it was deleted or aborted, is the end marker of a transaction, or is not written yet"
+"""Reasons for which no committed record is at an offset."""
+
 GIVE_UP_S = 600.0
 """Longest wait of clients for an unreachable broker, unless the run sets kafka.give_up_s."""
 

@@ -207,7 +207,7 @@ class Admin:
                 if not isinstance(error.__cause__, errors.TopicAlreadyExistsError):
                     raise
                 existing = self.describe(list(specs))  # another process created some of them at the same time
-            self.request("topics have no leader yet", lambda client: client.wait_for_topics(list(missing), timeout_ms=20_000))
+            self.request(f"no leader of {', '.join(missing)}", lambda client: client.wait_for_topics(list(missing), timeout_ms=20_000))
             # The next request may go to another broker, which does not have them in its metadata yet.
             self._counts |= {name: spec.partitions for name, spec in missing.items() if name not in existing}
         if wrong := self._differences({name: spec for name, spec in specs.items() if name in existing}, existing):

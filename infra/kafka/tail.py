@@ -15,7 +15,7 @@ from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.cpu_meter import CpuCosts
 from penstock.infra.kafka.guards import ReadDeadLetters, TopicIds, skip_damaged
 from penstock.infra.kafka.outage import Outage
-from penstock.infra.log import Commits, Committed, Partition, Start, check_commits
+from penstock.infra.log import NO_RECORD, Commits, Committed, Partition, Start, check_commits
 from penstock.topics.wire.record import Record
 
 GATHER_S = 0.02
@@ -363,7 +363,7 @@ class OffsetReader:
         if deleted:
             reasons.append(f"{where}: the records at offsets {_shown(deleted)} were deleted, the first existing one is {first}")
         if never:
-            reasons.append(f"{where} has no committed record at offset {_shown(never)}")
+            reasons.append(f"{where} has no committed record at offset {_shown(never)}: {NO_RECORD}")
         return "; ".join(reasons)
 
     def _first(self, partition: Partition) -> int:

@@ -54,7 +54,7 @@ class KafkaPending:
             offset: int = self._future.get(timeout_s).offset
         except errors.KafkaError as error:
             if not self._future.is_done and timeout_s is not None:
-                raise LogError(f"no response from {self._what} within {timeout_s:.0f} s; the record is still in flight") from None
+                raise LogError(f"{self._what} acknowledged no record within {timeout_s:.0f} s; it is still in flight") from None
             raise edge.translate(error, f"cannot write to {self._what}") from error
         return offset
 
@@ -103,7 +103,7 @@ class KafkaProducerOfRecords:
                 self._waiting -= 1
                 if not free:
                     raise SendFailed(
-                        f"the broker accepted no record for {self._give_up_s:.0f} s, {self._in_flight} bytes are waiting; is it running?"
+                        f"the broker accepted no record for {self._give_up_s:.0f} s (kafka.give_up_s); {self._in_flight} bytes wait"
                     )
             self._in_flight += size
             self._wait.start()
@@ -147,7 +147,9 @@ class KafkaProducerOfRecords:
         try:
             self._kafka.flush(timeout_s)
         except errors.KafkaTimeoutError:
-            raise OutcomeUnknown(f"{self._in_flight} bytes are not acknowledged after {timeout_s:.0f} s") from None
+            raise OutcomeUnknown(
+                f"{self._in_flight} bytes are not acknowledged after {timeout_s:.0f} s, and may still be written"
+            ) from None
         with self._room:
             failure, self._failure = self._failure, None
         if failure is not None:
@@ -205,7 +207,7 @@ class KafkaTransactions:
         except LogUnreachable:
             raise
         except LogError as error:
-            raise SendFailed(f"nothing was written as {self._id}: {error}") from error
+            raise SendFailed(f"the transaction of {self._id} wrote nothing: {error}") from error
         try:
             with self._costs.count("send_s"):
                 return self._commit(records, offsets or {}, member, deadline)
@@ -257,14 +259,14 @@ class KafkaTransactions:
 
     def _unwritten(self, error: Exception) -> Exception:
         """The error to raise for a failure before the commit was sent; the successor aborts the transaction."""
-        what = f"nothing was written as {self._id}"
+        what = f"the transaction of {self._id} wrote nothing"
         if isinstance(error, edge.GENERATION_OVER):
             return LostPartition(f"{what}: the consumer group has moved on to another generation")
         return SendFailed(f"{what}: {edge.one_line(error)}")
 
     def _settle(self, records: Sequence[Outgoing], written: Sequence[int], error: Exception, deadline: float) -> None:
         """Find out the outcome of a commit that timed out: return if it was committed, else raise `SendFailed` or `OutcomeUnknown`."""
-        unknown = OutcomeUnknown(f"no response to the commit as {self._id}: read the log to find out whether it was written")
+        unknown = OutcomeUnknown(f"no response to the commit of a transaction of {self._id}: it may or may not be written")
         try:
             self._open(deadline)  # when it returns, the old transaction is committed or aborted
             if not records:
@@ -275,7 +277,7 @@ class KafkaTransactions:
         except LogError:
             raise unknown from error
         if not visible:
-            raise SendFailed(f"nothing was written as {self._id}: the broker aborted the transaction") from error
+            raise SendFailed(f"the transaction of {self._id} wrote nothing: the broker aborted it") from error
 
     def _drop(self) -> None:
         kafka, self._kafka = self._kafka, None
@@ -301,7 +303,7 @@ class KafkaTransactions:
                 self._drop()
                 self._identity = None
                 if isinstance(cause, _FINAL) or time.monotonic() > deadline:
-                    raise edge.translate(cause, f"cannot take over {self._id}") from cause
+                    raise edge.translate(cause, f"cannot take over the transactional id {self._id}") from cause
                 time.sleep(0.05)
 
     def _open(self, deadline: float) -> None:
@@ -329,7 +331,7 @@ class KafkaTransactions:
         elif isinstance(error, LogError) and not isinstance(error, LogUnreachable):
             raise error
         if time.monotonic() > deadline or isinstance(error, _FINAL):
-            raise edge.translate(error, f"cannot write as {self._id}") from error
+            raise edge.translate(error, f"cannot write with the transactional id {self._id}") from error
         time.sleep(0.05)
 
     def _adopt_own_epoch(self, error: errors.ProducerFencedError) -> None:

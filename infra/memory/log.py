@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from penstock.infra.errors import Fenced, LogError, LostPartition, RecordMissing, SendFailed
 from penstock.infra.log import (
     FOLLOWING,
+    NO_RECORD,
     SESSION_S,
     TRANSACTION_S,
     Commits,
@@ -94,11 +95,11 @@ class MemoryTransactions:
                 and member is not None
                 and (group.generation, True) != (member.generation, member.member_id in group.members)
             ):
-                raise LostPartition(f"nothing was written as {self._id}: the consumer group has moved on to another generation")
+                raise LostPartition(f"the transaction of {self._id} wrote nothing: the consumer group has moved on to another generation")
             try:
                 transaction = Transaction(self._state, records)
             except LogError as error:
-                raise SendFailed(f"nothing was written as {self._id}: {error}") from error
+                raise SendFailed(f"the transaction of {self._id} wrote nothing: {error}") from error
             if group is not None:
                 group.offsets |= {
                     partition: Committed(offset=offset, metadata=text) for partition, (offset, text) in (offsets or {}).items()
@@ -202,7 +203,7 @@ class MemoryLog:
             records = {record.offset: record for record in part.records}
         missing = [offset for offset in offsets if offset not in records]
         if missing:
-            raise RecordMissing(f"{where} has no committed record at offset {', '.join(map(str, missing[:10]))}")
+            raise RecordMissing(f"{where} has no committed record at offset {', '.join(map(str, missing[:10]))}: {NO_RECORD}")
         return [records[offset] for offset in offsets]
 
     def tail(self, starts: Mapping[Partition, Start], *, group: str | None = None, fetch_bytes: int | None = None) -> MemoryTail:

@@ -154,7 +154,7 @@ class _Reader:
         self._cuts[partition] = len(self._state.part(partition).cuts)
 
     def advance(self, limit: int) -> list[Record]:
-        """At most `limit` readable records; positions move past them."""
+        """Up to `limit` committed records, in partition order; moves positions past them, and past aborted records up to the stable end."""
         records: list[Record] = []
         for partition, position in self.positions.items():
             part = self._state.part(partition)

@@ -194,7 +194,7 @@ class MlflowRun:
             # A request that timed out may have created a second run after the search.
             if self._find_or_create().info.run_id != self.run_id:
                 shown = without_password(self.target.uri)
-                raise TrackingError(f"MLflow at {shown} has two runs for {self.target.run} after a timeout; the first one stays")
+                raise TrackingError(f"MLflow at {shown} has a second run of {self.target.run} after a timeout; the first one is used")
             if reason is not None:
                 self._client.set_tag(self.run_id, REASON_TAG, visible(reason))
             self._client.set_terminated(self.run_id, status=status, end_time=end_ms)

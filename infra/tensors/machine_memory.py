@@ -146,7 +146,9 @@ class MachineMemory:
         while memory is not None and not locked(memory.file, fcntl.LOCK_EX):
             if time.monotonic() > until:
                 self._leave()
-                raise LogError(f"others have been copying the shared weights for {READERS_S:g} s: this version goes to separate memory")
+                raise LogError(
+                    f"other workers are still copying the shared weights after {READERS_S:g} s: this version goes to other memory"
+                )
             time.sleep(_POLL_S)
         try:
             yield

@@ -103,7 +103,7 @@ class Episode:
             try:
                 return await self._run_once()
             except _Lost as lost:
-                self.on_loss(str(lost))
+                self.on_loss(f"{lost}; running the episode again")
             except _Diverged as diverged:
                 self.on_loss(str(diverged))
                 self._recorded_turns.clear()

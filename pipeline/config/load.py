@@ -327,7 +327,7 @@ def _made_absolute(value: Any, resolve: Resolve, base: Path, *, key: str) -> Any
     try:
         return _resolved(value, resolve, base)
     except (ValueError, RuntimeError) as error:  # a null byte, a user without a home
-        raise ConfigError(f"{key}: {error}") from error
+        raise ConfigError(f"{key}: {str(value)[:80]!r} is not a path: {error}") from error
 
 
 def _resolved(value: Any, resolve: Resolve, base: Path) -> Any:

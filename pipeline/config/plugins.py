@@ -213,7 +213,10 @@ def one_line(error: BaseException) -> str:
 
 
 def digest_of_sources(file: Path, text: bytes) -> str:
-    """SHA-256 (hex) of a file's bytes or, if it imports modules of its own folder, of all of them; none is executed."""
+    """SHA-256 (hex) of a plugin file or, if it imports from its own folder, of the sorted paths and digests of all files reached.
+
+    Executes none of them.
+    """
     files = {file: text}
     waiting = [file]
     while waiting:

@@ -72,7 +72,7 @@ def unblock(log: KafkaLog, run: str, notify: Callable[[str], None]) -> None:
                 log.end_hanging(transaction, commit=transaction.committed)
                 notify(f"{transaction}; the end marker has now been written")
     except LogError as error:
-        notify(f"the search for hanging transactions failed: {error}")
+        notify(f"cannot search for hanging transactions, which may block the run: {error}")
 
 
 def examine(log: Log, snapshot: RunSnapshot) -> Stuck | None:

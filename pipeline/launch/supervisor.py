@@ -234,7 +234,7 @@ class Supervisor:
             if not reachable or silent_s < stall_s or worker.status is not None or not worker.served_s(now_s):
                 worker.forget_share()
             elif restart_policy.is_hung(silent_s=silent_s, cpu_share=worker.cpu_share(now_s=now_s, over_s=stall_s), stall_s=stall_s):
-                self.notify(f"{worker.name} has sent no report for {silent_s:.0f} s and uses no CPU time: killing it")
+                self.notify(f"{worker.name} has sent no report for {silent_s:.0f} s and uses no CPU time: killing and restarting it")
                 worker.signal(signal.SIGKILL, group=True)
 
     def notes(self, *, now_s: float) -> dict[str, str]:

@@ -197,7 +197,7 @@ class Evaluator:
         """Pass the completions of one prompt to the reward functions, unless its environment failed."""
         row, (text, _) = self.rows[index]
         if cause := next((cause for completion in completions if (cause := cause_of(getattr(completion, "turns", None)))), None):
-            self.notify(f"the environment of held-out prompt {index} failed: {cause}")
+            self.notify(f"held-out prompt {index} is not scored, because its environment failed: {cause}")
             return
         token_ids = [generated(completion).tolist() for completion in completions]
         texts, step = [self.decoder.decode(ids) for ids in token_ids], version * self.config.schedule.steps_per_version
@@ -256,7 +256,7 @@ class Evaluator:
         while self.pool.pending:
             for result in self.pool.poll(1.0):
                 if isinstance(result, Failed):
-                    self.notify(f"the reward function failed for held-out prompt {result.key}: {result.reason}")
+                    self.notify(f"held-out prompt {result.key} has no reward: {result.reason}")
                     self.faults.failed(result.reason)
                 else:
                     scores[result.key] = score = Score.of(result.result)

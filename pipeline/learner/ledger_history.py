@@ -32,7 +32,10 @@ class LedgerHistory:
         """Raise `Unrecoverable` if a step is missing or committed twice."""
         for expected, entry in enumerate(self.steps, start=self.first_step):
             if entry.step != expected:
-                raise Unrecoverable(f"the ledger is damaged: entry {entry.seq} commits step {entry.step}, expected step {expected}")
+                advice = f"inspect it with `penstock audit {self.ledger_state.run}`"
+                raise Unrecoverable(
+                    f"the ledger is damaged: entry {entry.seq} commits step {entry.step}, expected step {expected}; {advice}"
+                )
 
     @property
     def steps(self) -> list[Entry]:
@@ -101,10 +104,10 @@ def read_planned(log: Log, run: str, plan: Sequence[Planned]) -> list[Group]:
         try:
             headers, group = groups.read(with_later_parts(log, run, firsts[planned.partition, planned.offset]), run=run)
         except Unusable as error:
-            raise Unrecoverable(f"cannot read group {planned.group} of a committed step from {source}: {error}") from error
+            raise Unrecoverable(f"cannot read trained group {planned.group} from {source}: {error}; see `penstock audit {run}`") from error
         if (group.group, headers.sha256) != (planned.group, planned.sha256):
-            actual = f"group {group.group} ({(headers.sha256 or '')[:16]}…)"
-            raise Unrecoverable(f"{source} contains {actual}, but the ledger records group {planned.group} ({planned.sha256[:16]}…) there")
+            actual, recorded = f"group {group.group} ({(headers.sha256 or '')[:16]}…)", f"group {planned.group} ({planned.sha256[:16]}…)"
+            raise Unrecoverable(f"{source} contains {actual}, but the ledger records {recorded}; see `penstock audit {run}`")
         members.append(group)
     return members
 

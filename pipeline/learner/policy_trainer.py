@@ -216,8 +216,8 @@ def _initial_backend(config: Config, *, steps: int, processes: "ProcessSet | Non
     if config.trainer.initial_state is not None:
         backend.load(config.trainer.initial_state)
         if backend.steps != config.trainer.initial_steps:
-            expected = config.trainer.initial_steps
-            raise BackendError(f"trainer.initial_state: {config.trainer.initial_state} is at step {backend.steps}, expected {expected}")
+            state, expected = config.trainer.initial_state, config.trainer.initial_steps
+            raise BackendError(f"trainer.initial_state: {state} is at step {backend.steps}, but trainer.initial_steps = {expected}")
     return backend
 
 

@@ -152,7 +152,8 @@ class DeadLetters:
         reporter = self.reporter
         reporter.add("dead_letters")
         key = str(record.id)
-        reporter.throttled.notify(f"dead letters ({error.kind}) from {record.topic}", f"dead letter ({error.kind}) from {key}: {error}")
+        text = f"{key} is a dead letter ({error.kind}): {error}; see `penstock topics tail {reporter.run} dead-letters`"
+        reporter.throttled.notify(f"dead letters ({error.kind}) from {record.topic}", text)
         dead_letter = dead_letters.from_record(record, kind=error.kind, reason=str(error), worker=reporter.worker, time_ns=time.time_ns())
         value = dead_letters.encode(dead_letter)
         headers = dead_letters.headers(dead_letter, run=reporter.run).encode(value)

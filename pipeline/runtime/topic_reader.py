@@ -55,7 +55,7 @@ class Read(Generic[Payload]):
     """None if it cannot be decoded, or was not decoded."""
     problem: Unusable | None = None
     repeats: bool = False
-    """True for a repetition of an earlier record: it does not count."""
+    """True for a later copy of a record; the run uses the first one."""
 
     @property
     def record(self) -> Record:
@@ -91,7 +91,10 @@ class RunReader:
     def prompts(
         self, *, only: AbstractSet[int] | None = None, partitions: Sequence[int] | None = None, decode: bool = True, repeats: bool = False
     ) -> Iterator[Read[Prompt]]:
-        """The prompt of each group, or of each in `only`; with `repeats` also the records that do not count."""
+        """The prompt of each group, or of each in `only`; an unusable record is yielded with its `problem`.
+
+        With `repeats` also later copies of a prompt; `decode=False` leaves `payload` None.
+        """
         seen = set[int | None]()
         for checked in self._checked("prompts", prompts.check, only, partitions):
             if checked.headers is None:
@@ -113,9 +116,10 @@ class RunReader:
         decode: bool = True,
         repeats: bool = False,
     ) -> Iterator[Read[Rollout]]:
-        """Each sample, or each of the groups in `only`; with `repeats` also those that do not count. `since` gives start offsets.
+        """Each sample, or each of the groups in `only`; an unusable record is yielded with its `problem`. `since` gives start offsets.
 
-        A record may hold several: each is yielded with the record, and with its own number and tokens in the headers.
+        A record may hold several samples: each is yielded with the record, and with its own number and tokens in the headers.
+        With `repeats` also later copies of a sample; `decode=False` leaves `payload` None.
         """
         seen = set[tuple[int | None, int]]()
         for checked in self._checked("rollouts", rollouts.check, only, partitions, since):
@@ -138,7 +142,10 @@ class RunReader:
     def groups(
         self, *, only: AbstractSet[int] | None = None, partitions: Sequence[int] | None = None, decode: bool = True, repeats: bool = False
     ) -> Iterator[Read[Group]]:
-        """The outcome of each group, or of each in `only`, once all parts have arrived; with `repeats` also those that do not count."""
+        """The outcome of each group, or of each in `only`, once all its parts have arrived; an unusable part is yielded with its `problem`.
+
+        With `repeats` also later copies of a finished group; `decode=False` leaves `payload` None.
+        """
         assembler, ended = GroupAssembler(), set[int | None]()
         for part in self._checked("groups", groups.check, only, partitions):
             if part.headers is None:

@@ -280,7 +280,8 @@ def _count_on(session: Session, state: Admission) -> None:
         newest = (resume_point_of(entry), stale) if entry.kind == "step" else newest
     if newest is None or newest[0] is None or state.choices.remembers:
         gone = "; ".join(deleted(session.log, session.topic("prompts"), session.topic("groups")))
-        raise Unrecoverable(f"the counts of admitted and dropped groups are lost: no earlier feeder has committed them, and {gone}")
+        lost = f"no feeder has committed how many groups were admitted and dropped, and {gone}"
+        raise Unrecoverable(f"cannot resume: {lost}. Continue from a published version: penstock fork {session.run}")
     state.count_on(newest[0], stale=newest[1])
 
 

@@ -135,7 +135,7 @@ class GroupInbox:
         with self.decoding(records[-1]):
             group = groups.read(records, run=self.run)[1]
         if problem := untrainable(group, vocabulary=self.vocabulary):
-            raise Unusable(f"group {group.group} cannot be trained on: {problem}", kind=POISON)
+            raise Unusable(f"group {group.group} is skipped, because it cannot be trained on: {problem}", kind=POISON)
         return group
 
 
@@ -205,7 +205,7 @@ class DropLimit:
             counted = f"{len(equal)} of {dropped} groups dropped {when} have equal rewards, {fmean(equal):.3g} on average"
             text = f"solved: {counted}; the full reward is {scale.high:.3g}, so nothing is left to learn from these prompts"
             return Passed(text, solved=True)
-        text = f"{dropped} groups were dropped {when} (schedule.max_drops_per_step = {limit})"
+        text = f"{dropped} groups were dropped {when}, more than schedule.max_drops_per_step allows ({limit})"
         return Passed(text + self._causes(dropped, steps_done=steps_done), solved=False)
 
     def without_a_step(self, *, requested: int) -> str:

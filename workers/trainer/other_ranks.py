@@ -96,7 +96,9 @@ def other_ranks(session: Session) -> "Iterator[ProcessSet | None]":
     config = session.config
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched not in (1, config.trainer.processes):
-        raise ConfigError(f"trainer.processes is {config.trainer.processes}, but {launched} processes were started; start as many")
+        raise ConfigError(
+            f"trainer.processes is {config.trainer.processes}, but WORLD_SIZE is {launched}: start as many processes, or change the key"
+        )
     if config.trainer.processes == 1:
         yield None
         return

@@ -204,7 +204,8 @@ class RunWriter:
         self.write(
             "rebased", step=done, version=policy.version, digest=policy.weights().digest, metrics=measured, details=json.dumps(details)
         )
-        what = f"step {first} and {measured['differing_steps'] - 1:.0f} more differ" if differences else "no repeated step differs"
+        count = f"{measured['differing_steps']:.0f} of the steps repeated from the log" if differences else "no step repeated from the log"
+        what = f"{count} differs from the ledger" if not differences else f"{count} differ from the ledger, the first is step {first}"
         self.session.reporter.notify(f"rebased after step {done - 1}: {what}; the run continues from the repeated weights")
         if not differences:
             return
@@ -243,9 +244,10 @@ class RunWriter:
         published = self.state.manifests.get(version)
         if published is not None:
             if content.digest != published.digest:
-                origin = "repeating it from the log gave" if version else "the model directory holds"
+                origin = "repeating its steps from the log gave" if version else "the model directory has"
+                fix = "restore package versions, threads and device" if version else "restore the model that the run was created with"
                 raise Unrecoverable(
-                    f"version {version}: the recorded weights digest is {published.digest[:16]}…, {origin} {content.digest[:16]}…"
+                    f"version {version} was published with digest {published.digest[:16]}…, but {origin} {content.digest[:16]}…: {fix}"
                 )
             if self.lost is not None and self.lost.version == version:
                 self._publish_again(content, published)
@@ -303,7 +305,9 @@ class RunWriter:
         except LogUnreachable:
             raise
         except LogError as error:
-            self.session.reporter.throttled.notify("weights that stay", f"old weights are not deleted: {error}")
+            self.session.reporter.throttled.notify(
+                "weights that stay", f"old weights were not deleted; trying again after later versions: {error}"
+            )
 
     def repair_newest(self) -> None:
         """Send the newest version again if its chunks cannot be read and its weights are in memory. Raises `LogError`."""

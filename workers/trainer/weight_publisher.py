@@ -241,8 +241,8 @@ class WeightPublisher:
                 self._producer = self.log.producer(max_in_flight_bytes=IN_FLIGHT_BYTES, linger_ms=0.0)
             content, adapted = publication.content, publication.adapted
             if (name := broken_tensor(content.tensors)) is not None:
-                broken = f"after optimizer step {publication.step - 1} the weights in {name} are not finite or exceed {LARGEST:g}"
-                raise Diverged(f"version {publication.version} is not published: {broken}")
+                broken = f"optimizer step {publication.step - 1} made weights in {name} that are not finite or exceed {LARGEST:g}"
+                raise Diverged(f"training diverged: {broken}; weights version {publication.version} is not published")
 
             def digest() -> str:
                 """Compute the digest in a separate thread, and offer the weights to this machine before the chunks are sent."""

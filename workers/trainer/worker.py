@@ -226,7 +226,7 @@ class Trainer:
             if done == self.committed > 0:
                 self.writer.checkpoint(self.policy)
             self.writer.finish_pending()
-            session.reporter.notify(f"stopped after step {self.committed - 1}; the run can be resumed")
+            session.reporter.notify(f"stopped after {self.committed} steps; the run can be resumed")
             return
         self.writer.finish_pending()
         self.writer.export(self.policy)

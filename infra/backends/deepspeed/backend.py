@@ -72,7 +72,7 @@ class Shards:
         """Map the files of `directory` into memory. Raises `BackendError` if there are none."""
         models, optimizers = sorted(directory.glob("*_model_states.pt")), list(directory.glob("*_optim_states.pt"))
         if not models or not optimizers:
-            raise BackendError(f"there is no trainer state in {directory}")
+            raise BackendError(f"there is no trainer state in {directory}: expected *_model_states.pt and *_optim_states.pt")
         self.common = read_stored(models[0])
         """Rank 0's file: the model, and the state of the run."""
         self.step: torch.Tensor | None = None
@@ -365,7 +365,7 @@ class DeepSpeedBackend(LocalModel):
         check_stored(Path(directory) / TAG)
         path, state = self.engine.load_checkpoint(str(directory), tag=TAG)
         if path is None:
-            raise BackendError(f"there is no trainer state in {directory}")
+            raise BackendError(f"there is no trainer state in {directory}: expected a folder {TAG} with DeepSpeed's files")
         for group, current in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(current)
         return dict(state)

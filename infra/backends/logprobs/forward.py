@@ -134,7 +134,7 @@ def choose_forward(model: Any, *, share: str, device: torch.device, in_pieces: b
         if reasons[-1] is None:
             return shared
         if fused or layers:
-            logging.getLogger("penstock").warning("the trainer cannot compute %s: %s", shared, reasons[-1])
+            logging.getLogger("penstock").warning("the trainer does not use %s, and tries a simpler way: %s", shared, reasons[-1])
     model.set_attn_implementation("sdpa")
     if share == "on":
         kind = model.config.model_type

@@ -201,7 +201,7 @@ class _Group:
     def append(self, ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32], *, version: int) -> list[Completion]:
         """Append a token to each row and return the requested samples that end with it."""
         if not np.isfinite(logprobs).all():
-            raise EngineError(f"group {self.request.group}: weights version {version} produces NaN logits")
+            raise EngineError(f"weights version {version} produces NaN logits: continue from an earlier step (`penstock fork`)")
         self.ids[:, self.steps], self.logprobs[:, self.steps] = ids, logprobs
         self.steps += 1
         stopped = (ids[:, None] == self.stops).any(1)

@@ -143,7 +143,7 @@ class Counts:
             self.swap_stall_max_s = max(self.swap_stall_max_s, stall_s)
 
     def all(self) -> dict[str, float]:
-        """Every counter by name."""
+        """Every metric by name: sums since the start, the last and longest stall, mean `occupancy` (0 to 1) and the KV cache's values."""
         names = (
             "groups", "tokens", "aborted_tokens", "decode_steps", "decode_s", "loads", "load_s",
             "swaps", "swap_stall_s", "swap_stall_last_s", "swap_stall_max_s",

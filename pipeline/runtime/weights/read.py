@@ -258,7 +258,7 @@ class ChunkReader:
         topic = f"{self.run}.weights"
         positions = {partition: tail.position((topic, partition)) for partition, _ in left}
         lost = [(partition, offset) for partition, offset in left if offset < positions[partition]]
-        _require_none(manifest, lost, topic, lambda _: "where no record is at that offset")
+        _require_none(manifest, lost, topic, lambda _: "where the log has no record")
 
 
 def _require_none(manifest: Manifest, lost: list[tuple[int, int]], topic: str, why: Callable[[int], str]) -> None:

@@ -185,7 +185,8 @@ class WeightPrefetch:
         if self._ahead is not None and self._ahead != (version, digest):
             loaded, had = self._ahead
             raise LogError(
-                f"version {loaded} was loaded before its publication, with digest {had}, but version {version} was published with {digest}"
+                f"version {loaded} was loaded before its publication, with digest {had}, but version {version} was published with {digest}:"
+                " this worker must restart, and loses what it generated with it"
             )
 
     def wait(self, timeout_s: float) -> None:

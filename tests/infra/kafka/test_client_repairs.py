@@ -215,7 +215,7 @@ def test_a_writer_whose_clock_is_wrong_is_told_to_set_it_at_once(log: KafkaLog, 
     began = time.monotonic()
     with pytest.raises(SendFailed, match=rf"cannot write to {topic}/0: .*correct this machine's clock"):
         producer.send(outgoing(topic, b"tomorrow")).offset(WAIT_S)
-    with pytest.raises(SendFailed, match=r"nothing was written as .*correct this machine's clock"):
+    with pytest.raises(SendFailed, match=r"the transaction of .* wrote nothing.*correct this machine's clock"):
         writer.commit([outgoing(topic, b"tomorrow")])
     assert time.monotonic() - began < WAIT_S, "neither waits for kafka.give_up_s"
     monkeypatch.undo()

@@ -18,6 +18,6 @@ def test_a_feeder_without_a_note_refuses_to_count_from_what_is_left(tiny_model: 
         log.producer().send(Outgoing(topic=f"{RUN}.groups", partition=1, key=None, headers=(), value=b"?"))
         log.delete_records({(f"{RUN}.groups", 1): 1})
         worker_set.start("feeder")
-        line = "the counts of admitted and dropped groups are lost: no earlier feeder has committed them, and "
+        line = "cannot resume: no feeder has committed how many groups were admitted and dropped, and "
         with pytest.raises(AssertionError, match=f"feeder failed: {line}{RUN}.groups/1: the records at offsets 0 to 0 were deleted"):
             worker_set.wait()

@@ -244,7 +244,7 @@ def test_a_run_that_was_stopped_for_its_drops_is_resumed_and_counts_anew(run_id,
 def test_version_0_of_another_model_stops_the_trainer(three_steps: Callable[[], tuple[Trainer, Any]]):
     trainer, past = three_steps()
     past.ledger_state.manifests[0] = replace(past.ledger_state.manifests[0], digest="0" * 64)
-    with pytest.raises(Unrecoverable, match=r"version 0: the recorded weights digest is 0000.*the model directory holds"):
+    with pytest.raises(Unrecoverable, match=r"version 0 was published with digest 0000.*the model directory has"):
         trainer.start(Resumed(past=past))
 
 
