@@ -25,7 +25,7 @@ class LogUnreachable(LogError):
 
 
 class RecordMissing(LogError):
-    """No committed record is at a requested offset: it was deleted, or never written."""
+    """No committed record is at a requested offset: it was deleted or aborted, or is not written yet."""
 
 
 class Damaged(LogError):
@@ -45,7 +45,7 @@ class Fenced(LogError):
 
 
 class LostPartition(LogError):
-    """The consumer group has moved on to another generation; results for the old assignment are void."""
+    """The consumer group has been rebalanced: nothing was written for partitions that this member no longer owns."""
 
 
 class BrokerError(PenstockError):
@@ -73,11 +73,11 @@ class BackendError(PenstockError):
 
 
 class Diverged(BackendError, Unrecoverable):
-    """A gradient is not finite: the same weights and samples give it again, so a restart cannot help."""
+    """A gradient or the weights are not finite: the same samples give that again, so a restart cannot help."""
 
 
 class CheckpointError(PenstockError):
-    """A checkpoint cannot be written: the disk is full, or the directory not writable."""
+    """A checkpoint cannot be written (disk full, directory not writable), or an existing one is damaged or not of this run."""
 
 
 class TrackingError(PenstockError):

@@ -17,14 +17,14 @@ STATE = "state"
 """Snapshot of the others, for readers: neither archived nor audited, as it follows from them."""
 
 MAX_RECORD_BYTES = (16 << 20) + (64 << 10)
-"""A payload of 16 MiB with headers and framing: twice the largest piece that is written on purpose."""
+"""[bytes] Largest record: 16 MiB of payload with headers and framing, twice the largest part that Penstock writes."""
 MAX_DEAD_LETTER_BYTES = 18 << 20
-"""The largest record inside another one."""
+"""[bytes] Largest dead letter: a record of `MAX_RECORD_BYTES` inside another record."""
 DELETED_SEGMENT_BYTES = 32 << 20
-"""Of topics whose old records are deleted: disk is freed by full segments only, and a segment must fit the largest record."""
+"""Segment size of topics whose old records are deleted: disk is freed by full segments only, and a segment must fit the largest record."""
 KEPT_SEGMENT_BYTES = 256 << 20
-"""Of `weights` whose versions are all retained: a segment takes a descriptor and two memory maps of the broker, which after a crash reads
-the newest one of each partition again."""
+"""Segment size of `weights` if all versions are retained: a segment takes a descriptor and two memory maps of the broker, which after a
+crash reads the newest one of each partition again."""
 
 _RUN_ID = re.compile(r"(?!latest\Z)[a-z0-9][a-z0-9-]{0,63}")
 _RECORD = {

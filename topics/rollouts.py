@@ -21,12 +21,12 @@ __all__ = ["CODEC", "FINISHES", "SCHEMA", "SEVERAL_SCHEMA", "Finish", "Rollout"]
 SCHEMA = "rollouts/1"
 SEVERAL_SCHEMA = "rollouts/2"
 MAX_SAMPLES = 64
-"""In one record: so many numbers and lengths fit into a header."""
+"""Largest number of samples in a record: their numbers and lengths must fit into one header."""
 MAX_BYTES = 8 << 20
-"""Half of the largest record of the log."""
+"""[bytes] Largest payload of a record with several samples: half of the largest record of the log."""
 CODEC = Codec(SCHEMA, fields=(column("group", pa.int64()), *SAMPLE_FIELDS), max_rows=MAX_SAMPLES)
 UNLIMITED = Codec(SCHEMA, fields=[field for field in CODEC.schema if field.name != "support"], max_rows=MAX_SAMPLES)
-"""For samples from the full vocabulary: their bytes equal those of releases without a support."""
+"""Codec of samples from the full vocabulary, without `support`: their bytes equal those of earlier releases."""
 _REQUIRED = ("group", "policy-version-min", "policy-version-max")
 _FACTS = (
     "schema",

@@ -28,7 +28,7 @@ ENDED: tuple[Status, ...] = ("finished", "stopped", "failed")
 NOTHING = "{}"
 """The configuration in a record that has only a run's status."""
 PARENTS = {"rescored_from": "re-scored from", "regraded_from": "regraded from", "forked_from": "forked from"}
-"""Key of a run's info that names its parent -> its name for users. A copied info has those of earlier runs too: the first one counts."""
+"""Key of a run's info that names its parent -> its name for users. A copied info has those of earlier runs too: readers use the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

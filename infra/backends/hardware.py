@@ -66,7 +66,7 @@ PEAK_TFLOPS = (
     ("A30", 165.0), ("A10", 125.0), ("RTX 6000 Ada", 364.0), ("RTX A6000", 155.0), ("RTX 5090", 210.0), ("RTX 4090", 165.0),
     ("RTX 3090", 71.0),
 )  # fmt: skip
-"""Part of a device's name -> dense bfloat16 TFLOP/s with float32 sums, from its data sheet; the first match counts."""
+"""Part of a device's name -> dense bfloat16 TFLOP/s with float32 sums, from its data sheet; the first match is used."""
 
 
 def peak_flops(device: str, *, dtype: str, tf32: bool, configured_tflops: float | None) -> float | None:

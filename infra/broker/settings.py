@@ -7,7 +7,7 @@ from dataclasses import dataclass
 HOST = "127.0.0.1"
 NODE_ID = 1
 OWN_USER = "broker"
-"""The broker, at its own listeners."""
+"""Name by which the broker authenticates at its own listeners."""
 _LOGIN_MODULES = "org.apache.kafka.common.security"
 
 # One broker keeps one copy of everything.

@@ -58,7 +58,7 @@ class Described(NamedTuple):
     """Differs once the topic was deleted and created again."""
     partitions: int
     replicas: int
-    """Of the partition with the fewest."""
+    """Replicas of the partition that has the fewest."""
 
 
 class Weakness(NamedTuple):
@@ -81,7 +81,7 @@ class Hanging:
     topic: str
     partition: int
     offset: int
-    """Its first record; committed records after it are unreadable."""
+    """Offset of its first record, at which readers of committed records wait."""
     producer_id: int
     epoch: int
     transactional_id: str | None

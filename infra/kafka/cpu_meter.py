@@ -1,4 +1,4 @@
-"""CPU seconds that a log costs: on its clients' threads and inside calls on its users' threads. Time spent waiting does not count."""
+"""CPU seconds that a log costs: on its clients' threads and inside calls on its users' threads. Excludes the time spent waiting."""
 
 import threading
 import time

@@ -62,7 +62,7 @@ class KafkaLog(Admin):
         return {partition: offset if offset >= 0 else ends[partition] for partition, offset in offsets.items()}
 
     def end_offsets(self, partitions: Iterable[Partition], *, committed: bool = True) -> dict[Partition, int]:
-        """Partition -> one past the last readable offset; with `committed`, at most the start of the first open transaction."""
+        """Partition -> the offset after its last record; with `committed`, at most the start of the first open transaction."""
         return self.offsets(partitions, end=True, committed=committed)
 
     def tail(self, starts: Mapping[Partition, Start], *, group: str | None = None, fetch_bytes: int | None = None) -> KafkaTail:

@@ -26,7 +26,7 @@ MAX_RECORD_BYTES = 18 << 20
 """The largest record of any topic (a dead letter around a 16 MiB record)."""
 
 FETCH_BYTES = 32 << 20
-"""Of one response of the broker; fits the largest record and thousands of small ones."""
+"""[bytes] Limit of one response of the broker: the largest record, or thousands of small ones."""
 
 _LIBRDKAFKA_SECURITY = {
     "security_protocol": "security.protocol",

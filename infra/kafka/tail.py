@@ -23,7 +23,7 @@ GATHER_S = 0.02
 GATHER_BELOW = 64
 """A poll that returned more records than this is followed by the next at once."""
 GATHER_BYTES = 256 << 10
-"""The same for one that returned more bytes: a large record is worth a round trip of its own."""
+"""A poll that returned more bytes than this is followed by the next at once: a large record is worth a round trip."""
 
 OFFSETS_TIMEOUT_S = 5.0
 """Timeout for a partition's offsets in the text of an error that is already certain: a broker that has lost it may not respond."""

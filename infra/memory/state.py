@@ -1,6 +1,6 @@
 """Topics, consumer groups and transactional ids of the in-memory log, its tails and its group members.
 
-State is read and changed only under the lock `State.change`. Readers have positions only; the state decides what is readable.
+State is read and changed only under the lock `State.change`. Readers have positions only; the state decides which records are committed.
 """
 
 import bisect

@@ -20,7 +20,7 @@ from penstock.infra.sandbox.signals import restore_defaults
 from penstock.topics.wire.visible import well_formed_json
 
 LINE_BYTES = 64 << 20
-"""Of the longest request to a concurrent handler, and of the longest result."""
+"""[bytes] Longest request to a concurrent handler, and longest result."""
 
 _notes: list[Callable[[str], None]] = []
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
 CAPABILITIES = frozenset((0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31))
-"""Those that root retains, as in containers: without SYS_PTRACE, SYS_ADMIN, PERFMON and DAC_READ_SEARCH it cannot read other processes."""
+"""Capabilities left to root, as in containers: without SYS_PTRACE, SYS_ADMIN, PERFMON, DAC_READ_SEARCH it cannot read other processes."""
 LANDLOCK_CREATE_RULESET, LANDLOCK_RESTRICT_SELF, LANDLOCK_SCOPE_SIGNAL = 444, 446, 2
 OOM_SCORE = 500
 """Added to the kernel's score: if memory runs out, it kills children before workers."""

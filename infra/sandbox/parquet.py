@@ -27,7 +27,7 @@ from penstock.infra.paths import IMPORT_ROOT
 from penstock.infra.sandbox.keeper import limit, statm_bytes
 
 MEMORY_BYTES = 4 << 30
-"""Of the child, beyond its memory at the start."""
+"""[bytes] Memory that the child may use beyond that at its start."""
 LEAST_BYTES = 1 << 30
 RATIO = 1000
 """Largest decoded size of one byte of the file, if that is more than `LEAST_BYTES` in total."""

@@ -20,7 +20,7 @@ from penstock.infra.sandbox.spawn import REWARD, START_ATTEMPTS, STRAY, ChildErr
 
 READ_BYTES = 1 << 16
 MAX_UNREAD_BYTES = 80 << 20
-"""Of one reply: more than a child sends."""
+"""[bytes] Limit of one reply; a child sends less."""
 
 
 class PipedChild:
@@ -186,7 +186,7 @@ class ChildPool(Generic[Key]):
     Not thread-safe. `init`, payloads and results are JSON values. A handler that is a coroutine function works on `at_once` calls
     concurrently, its attribute. A call that fails, overruns `timeout_s` or crashes its child is tried again `retries` times; if a child
     crashes with several calls, each is tried again in a child of its own. The time limit starts when a running child has the call, so
-    imports (limit `start_timeout_s`) do not count.
+    it excludes imports, which are limited by `start_timeout_s`.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class Limits:
     reset_timeout_s: float
     step_timeout_s: float
     trajectory_timeout_s: float
-    """For the environment alone; the time of generation does not count."""
+    """Limit of the environment's time in one trajectory; excludes the time of generation."""
     retries: int
     replay: bool
     """True to reuse generated turns after a lost session."""

@@ -28,7 +28,7 @@ class WorkerExit:
     progress: bool = False
     """True if it had been ready for `HEALTHY_S` and the run had advanced meanwhile: it does not fail on the same record each time."""
     excused: bool = False
-    """True if the broker was unreachable: such an exit does not count."""
+    """True if the broker was unreachable: such an exit is not a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def pause_s(exits: int) -> float:
 
 
 def recent(exits: Sequence[WorkerExit]) -> int:
-    """Exits in the ten minutes up to the last, with or without progress between them; excused ones do not count."""
+    """Number of exits in the ten minutes up to the last, with or without progress between them, without excused ones."""
     return sum(not exit_.excused and exit_.at_s > exits[-1].at_s - RECENT_S for exit_ in exits)
 
 

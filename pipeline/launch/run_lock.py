@@ -77,7 +77,7 @@ def end_leftovers(directory: Path, run: str, *, notify: Callable[[str], None], l
 
 
 def _still(processes: Iterable[psutil.Process], *, limit_s: float) -> list[psutil.Process]:
-    """The processes that have not ended after `limit_s`; zombies count as ended."""
+    """The processes that have not ended after `limit_s`, without zombies."""
     deadline = time.monotonic() + limit_s
     while (alive := [process for process in processes if _lives(process)]) and time.monotonic() < deadline:
         time.sleep(0.05)

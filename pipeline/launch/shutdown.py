@@ -14,7 +14,7 @@ from penstock.infra.sandbox.signals import is_ignored, keep_ignored_here, set_in
 SAME_S = 1.0
 """Signals this close together are one request: a terminal that is closed sends SIGHUP more than once."""
 SAME_KEY_S = 0.1
-"""The same for SIGINT: two presses of Ctrl-C within half a second are two requests."""
+"""SIGINTs this close together are one request: two presses of Ctrl-C within half a second are two."""
 
 
 @contextlib.contextmanager

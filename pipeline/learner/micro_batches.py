@@ -102,7 +102,7 @@ def combined_advantages(function: Callable[..., Any], *, combine: str) -> Callab
     """A function from a group to one advantage per sample: `function` of the rewards or, under `combine` = "advantages", the weighted
     sum of `function` of each reward component (GDPO, arXiv 2601.05242, without its last normalisation over the batch).
 
-    A component that does not apply to a sample (None) adds nothing to it and does not count in the mean of the others. A sample without
+    A component that does not apply to a sample (None) adds nothing to it and is excluded from the mean of the others. A sample without
     a reward is not passed to the function; its advantage is 0.
     """
 

@@ -45,7 +45,7 @@ FEWEST = 100
 
 @dataclass(slots=True)
 class FaultCount:
-    """Counts scored groups, and failed ones by failure; a partly failed group counts as the failed share of its samples."""
+    """Counts scored groups, and failures by cause; a partly failed group adds the failed share of its samples."""
 
     on_error: str
     """`stop` or `drop`."""

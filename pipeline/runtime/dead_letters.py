@@ -193,7 +193,7 @@ class DeadLetters:
             return Attempts(None)
 
     def _read_written(self) -> set[RecordId]:
-        """Records that have a readable dead letter; keys alone do not count, because any client may write one."""
+        """Records that have a readable dead letter; keys alone are ignored, because any client may write one."""
         partition = f"{self.reporter.run}.dead-letters", 0
         end = self.log.end_offsets([partition])[partition]
         tail = self.log.tail({partition: "earliest"})

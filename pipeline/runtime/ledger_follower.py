@@ -1,6 +1,6 @@
 """The ledger state that every worker follows: the newest weights, the trained steps, and the end of the run.
 
-Entries and versions are applied without gaps. Of the manifests of one version with one digest the last counts, whose chunks replace lost
+Entries and versions are applied without gaps. Of the manifests of one version with one digest the last is used, whose chunks replace lost
 ones. Any other repetition changes nothing and a record beyond a gap is refused, so that all readers agree.
 """
 

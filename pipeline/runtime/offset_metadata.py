@@ -1,6 +1,6 @@
 """Typed metadata stored with committed consumer offsets: one JSON object with the fields of one class below.
 
-Metadata that are missing or malformed count as none; the successor then reads from the start and loses nothing.
+Malformed metadata are treated as missing; the successor then reads from the start and loses nothing.
 
 | consumer group | topic | class |
 |---|---|---|

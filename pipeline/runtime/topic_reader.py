@@ -1,7 +1,7 @@
 """Reads a run's topics from Kafka, an archive or memory, as iterators.
 
-Of repeated records the first counts, a group counts once all its parts have arrived, the ledger has no gaps, and a poison record is not
-decoded. At most one batch is in memory. The silence between records is limited, not the duration of a read.
+Of repeated records only the first is used, a group is complete once all its parts have arrived, the ledger has no gaps, and a poison
+record is not decoded. At most one batch is in memory. The silence between records is limited, not the duration of a read.
 """
 
 import contextlib
@@ -82,7 +82,7 @@ class RunReader:
         return (item for item in self.history(LedgerState(self.run), topics=("weights",)) if isinstance(item, Manifest))
 
     def history(self, ledger_state: LedgerState, *, topics: Sequence[str] = ("ledger", "weights")) -> Iterator[Entry | Manifest]:
-        """Every ledger entry and manifest, after applying it to `ledger_state`."""
+        """Every new ledger entry and manifest, after applying it to `ledger_state`; skips repeated and unusable records."""
         for record in itertools.chain.from_iterable(self.records(topic, partitions=[0]) for topic in topics):
             with contextlib.suppress(Unusable):
                 if record.id not in self.poison and (item := ledger_state.apply(record)) is not None:
@@ -166,7 +166,7 @@ class RunReader:
                 ended.add(part.headers.group)
 
     def dead_letters(self) -> Iterator[Read[DeadLetter]]:
-        """Every dead letter; of those about the same record the first counts."""
+        """Every dead letter; later ones about the same record have `repeats` set."""
         refused = set[RecordId]()
         for record in self.records("dead-letters"):
             try:

@@ -1,6 +1,6 @@
 """`replies`: the generated tokens of one call. Rollout workers -> environment workers.
 
-The first reply to a call counts; logprobs are of the distribution that was sampled from."""
+Only the first reply to a call is used; logprobs are of the distribution that was sampled from."""
 
 from dataclasses import dataclass
 from itertools import pairwise

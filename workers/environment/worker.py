@@ -52,7 +52,7 @@ class _Partition:
 class RecordedReplies:
     """The first reply to each call in the owned partitions.
 
-    The first reply to a call counts. Replies of a group are retained until its samples are in `rollouts`: a new owner starts to read at
+    Later replies to a call are ignored. Replies of a group are retained until its samples are in `rollouts`: a new owner starts to read at
     the oldest reply of an unfinished group, so that no call with a reply is repeated.
     """
 

@@ -80,7 +80,7 @@ class GroupTask:
     prompt: Prompt
     partition: int
     offset: int
-    """Of the prompt."""
+    """Offset of the prompt."""
     inherited: bool = False
     """True if the prompt was in the log when its partition was assigned: an earlier owner may still generate its samples."""
     started: bool = False
@@ -160,7 +160,7 @@ class OwnedPartition:
     rollouts_end: int = 0
     """All samples before this offset in `rollouts` were read or sent."""
     gap: bool = False
-    """True if another process has written to `rollouts` since."""
+    """True if another process has written to `rollouts` after `rollouts_end`."""
     early: dict[int, dict[int, int]] = field(default_factory=dict)
     """Group -> sample -> offset, of samples whose prompt is not delivered yet."""
     newest: int = -1

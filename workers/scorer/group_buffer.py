@@ -1,6 +1,6 @@
 """A scorer's groups: the samples that have arrived, complete groups, the offsets that may be committed, and the writer of outcomes.
 
-A sample counts once per (group, sample), a group ends once, and offsets are committed below the oldest unfinished group, so that a new
+A sample is used once per (group, sample), a group ends once, and offsets are committed below the oldest unfinished group, so that a new
 owner needs only the log. The offset metadata tell where in `groups` it starts to read: a restart costs the same at any time of a run.
 Outcomes and offsets are one transaction, and only the owner of a partition commits; after an unknown result the log decides.
 """

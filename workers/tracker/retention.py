@@ -30,7 +30,7 @@ class Retention:
 
     session: Session
     _resume_point: ResumePoint | None = None
-    """Of the newest step."""
+    """Resume point of the newest step."""
     _steps: int = 0
     _planned: dict[int, dict[int, int]] = field(default_factory=dict)
     """Step -> partition -> the first offset in `groups` that it trained."""

@@ -145,11 +145,11 @@ def entries_before(log: Log, run: str, since: Mapping[Partition, int]) -> Iterat
 
 POLL_S = 0.5
 LOOK_S = 0.05
-"""The same while existing records are read: a transaction's marker at the end of a partition is passed without a record."""
+"""Longest wait for records while existing ones are read: a transaction's marker at the end of a partition is passed without a record."""
 QUIET_S = 10.0
 """A live worker reports each second; after this much silence it will not send its last measurement."""
 LOADING_S = 120.0
-"""The same limit for a worker that imports libraries or loads a model, during which it cannot report, such as a late evaluator."""
+"""Silence after which a worker that imports libraries or loads a model, and cannot report meanwhile, will not send any more."""
 CLOSED_S = 3.0
 """Minimum wait after the run was closed while a worker of the configuration is missing: it may not have reported yet."""
 SETTLE_S = 2.0

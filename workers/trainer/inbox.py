@@ -1,7 +1,7 @@
 """The records that a trainer follows: groups, its own manifests, the end of the prompts, an evaluator's request to end the run.
 
 Reading only updates state; the worker decides what is trained. Headers decide; complete, checked payloads wait for their turn. The first
-complete record of a group counts; an unusable one becomes a dead letter, a repeated one is a duplicate.
+complete record of a group is used; an unusable one becomes a dead letter, a repeated one is a duplicate.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from penstock.workers.trainer.resuming import Resumed, ResumeOffsets
 from penstock.workers.trainer.run_writer import RunWriter
 
 NEWEST: Final = 8
-"""Dropped groups whose records are retained, for their reasons."""
+"""Number of newest dropped groups whose records are retained, to report their reasons."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class GroupInbox:
         self.selector = Selector(self.schedule)
 
     def receive(self, record: Record) -> None:
-        """Apply a record of `groups`; a group counts once all its parts have arrived and its digest matches."""
+        """Apply a record of `groups`; a group is selectable once all its parts have arrived and its digest matches."""
         try:
             headers = groups.check(record, run=self.run)
             assert headers.group is not None and headers.outcome is not None
@@ -167,7 +167,7 @@ class Passed:
 class DropLimit:
     """Counts the groups dropped since the last step.
 
-    Drops from before this process do not count: the operator who resumed the run has dealt with their cause.
+    Drops from before this process are ignored: the operator who resumed the run has dealt with their cause.
     """
 
     inbox: GroupInbox

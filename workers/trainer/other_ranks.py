@@ -61,6 +61,7 @@ class Follower:
         self.processes.reply("ended")
 
     def _do(self, message: Mapping[str, Any]) -> None:
+        """Execute one message of rank 0: open the backend, train a micro-batch, report statistics, or a command of the backend."""
         if message["do"] == "open":
             self.backend = self.open()
             return

@@ -152,8 +152,8 @@ class Trainer:
     def train_step(self) -> bool:
         """Run one optimizer step: select fresh groups, run each micro-batch backward as it fills, update, commit, publish weights.
 
-        Returns False if a stop was requested first. A shared device is acquired once all groups have arrived: the generating worker never
-        waits for a step that waits for it.
+        Returns False if a stop was requested, or the prompts ended, first. A shared device is acquired once all groups have arrived: the
+        generating worker never waits for a step that waits for it.
         """
         schedule, number, started = self.session.schedule, self.policy.steps_done, time.time()
         version = rules.version_after(number, steps_per_version=schedule.steps_per_version)
@@ -255,7 +255,7 @@ class Trainer:
         set_status(self.session.log, self.session.record, status=status)
 
     def _round_is_ready(self) -> bool:
-        """Under `starts_on = "round"`, wait at a round's start until all its groups are scored."""
+        """Under `starts_on = "round"`, wait at a round's start until all its groups are scored; False if the run ends first."""
         schedule, done = self.session.schedule, self.policy.steps_done
         if schedule.starts_on == "groups" or done % schedule.steps_per_version:
             return True
@@ -268,7 +268,7 @@ class Trainer:
         return True
 
     def _wait(self, why: str, activity: Activity = Activity.NO_GROUP) -> bool:
-        """Take in arriving records; False if a stop is requested. Raises `Unrecoverable` if too many groups are dropped."""
+        """Take in arriving records; False on a stop request or the run's end. Raises `Unrecoverable` if too many groups are dropped."""
         reporter = self.session.reporter
         reporter.doing(activity, why)
         self.writer.finish_pending(wait=False)

@@ -91,7 +91,7 @@ def position(consumer: Any, topic_partition: Any) -> int | None:
 
 
 def lag(consumer: Any) -> int:
-    """Records between the next offsets of all partitions and their ends, by the newest responses; partitions without one do not count."""
+    """Records between the next offsets of all partitions and their ends, by the newest responses; omits partitions without one."""
     states = list(consumer._subscription.assignment.values())
     pairs = ((state.highwater, state.position) for state in states)
     return sum(max(0, end - position.offset) for end, position in pairs if end is not None and position is not None)

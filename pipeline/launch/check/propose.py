@@ -47,9 +47,9 @@ class Inputs:
     prompt_field: str
     answer_field: str
     longest_prompt: int
-    """Tokens."""
+    """Tokens of the longest prompt that was measured."""
     longest_reference: int
-    """Tokens; 0 without references."""
+    """Tokens of the longest reference that was measured; 0 without references."""
     context: int | None
     count: int | None
     """Parameters of the model."""

@@ -250,7 +250,7 @@ class SimulatedStep:
     tokens: int = 0
     groups: list[int] = field(default_factory=list)
     lags: list[int] = field(default_factory=list)
-    """Of its groups, in versions."""
+    """Lag of each of its groups, in versions."""
     token_lag: float = 0.0
     """Sum over its tokens of their lag in versions."""
 

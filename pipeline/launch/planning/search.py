@@ -58,7 +58,7 @@ class Candidate:
     prompts_per_step: int
     max_lag: int
     tokens_per_s: float
-    """Of trained completions, in the steady state."""
+    """Trained completion tokens per second, in the steady state."""
     outcome: Outcome
 
 

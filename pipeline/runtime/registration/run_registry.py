@@ -107,7 +107,7 @@ def _mac(record: RunRecord, key: bytes) -> str:
 
 
 LOCK = "launcher.lock"
-"""In the folder of a run, held by its launcher."""
+"""Name of the lock file in the folder of a run, which its launcher holds."""
 CLOCK_S = 60.0
 """The clock of a file system or of another machine may be ahead by so much."""
 
@@ -115,7 +115,7 @@ CLOCK_S = 60.0
 def own_runs() -> list[str]:
     """This user's runs on this machine, the newest last: those whose folder contains the run's key or its launcher's lock.
 
-    Dates in the future do not count.
+    Dates in the future are ignored.
     """
     limit_s = time.time() + CLOCK_S
     dates = {folder.name: date_s for folder in (state_path() / "runs").glob("*") if (date_s := _date_s(folder)) is not None}
@@ -254,7 +254,7 @@ def resolve(log: Log, text: str, *, executes: bool = False) -> str:
     """Find a run's id by id, unique prefix or `latest`. Raises `ConfigError`.
 
     `executes`: for a command that executes, changes or deletes; its `latest` is this user's newest run on this machine, not that of others
-    have registered. That of other commands is the broker's newest run. Dates in the future do not count.
+    have registered. That of other commands is the broker's newest run. Dates in the future are ignored.
     """
     runs = all_runs(log)
     names = [record.run for record in runs]

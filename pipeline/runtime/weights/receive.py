@@ -1,6 +1,6 @@
 """Fetches weights while the engine generates: a thread follows the run and updates a copy of the weights to the newest version.
 
-A version counts once it is complete and checked; overtaken versions are skipped. A failed read is retried, and the engine keeps its
+A version is available once it is complete and checked; overtaken versions are skipped. A failed read is retried, and the engine keeps its
 weights. If workers of a machine share one copy, one of them reads for all, and another takes over when it exits. If the trainer shares
 its memory (`direct`), no worker reads, and a version may be loaded before its manifest is in the log: nothing that was generated with it
 is published until then. A late joiner starts near the ends of ledger and manifests: joining costs the same at any time.
@@ -27,11 +27,11 @@ from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 
 NEAR = 256
-"""Offsets at the end of a partition that are read first."""
+"""Number of offsets at the end of a partition that are read first."""
 FETCH_BYTES = 256 << 10
-"""Fetched of these partitions at once: most records after the first manifest are not needed."""
+"""[bytes] Fetched at once of the ledger and of the manifests: most records after the first manifest are not needed."""
 FIRST = 16
-"""Offsets at its beginning among which the manifest of version 0 is."""
+"""Number of offsets at the start of the manifests' partition, among which is that of version 0."""
 
 
 def read_ends(log: Log, run: str, state: LedgerState) -> dict[Partition, int]:
@@ -114,7 +114,7 @@ REQUEST_EVERY_S = 1.0
 """How often a worker requests the shared memory from the one that reads for the machine."""
 _POLL_S = 0.5
 _SHARED_POLL_S = 0.05
-"""The same while another process reads a version: its end is seen, not announced."""
+"""Interval of checks for a new version while another process reads it into shared memory, which announces nothing."""
 _CLOSE_S = 2.0
 
 
