@@ -214,6 +214,7 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
             raise LogError(f"{TOKEN_FILE} {self._file} cannot be read: {getattr(error, 'strerror', None) or 'it is empty'}") from None
 
     def _run(self) -> str:
+        """Output of the command that prints a token. Raises `LogError` if it fails."""
         try:
             command = shlex.split(str(self._command))
             done = subprocess.run(command, capture_output=True, text=True, timeout=TOKEN_COMMAND_S, check=False, stdin=subprocess.DEVNULL)

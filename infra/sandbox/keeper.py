@@ -76,6 +76,7 @@ def scope_signals() -> bool:
 
 
 def _confine(*, landlock: bool) -> None:
+    """Let the kernel kill this process first if memory runs out, drop capabilities, and limit signals with `landlock`."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as score:
         score.write(str(OOM_SCORE))
     for capability in range(64):

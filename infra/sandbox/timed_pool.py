@@ -300,6 +300,7 @@ class ChildPool(Generic[Key]):
         self._counted = now
 
     def _dispatch(self) -> None:
+        """Send waiting calls to children with room, the least busy first."""
         self._count_time()
         while self._waiting:
             free = [child for child in self._children if child.has_room(self._waiting[0])]
@@ -348,6 +349,7 @@ class ChildPool(Generic[Key]):
             self._ended.append(Done(key=call.key, result=reply["result"], seconds=time.monotonic() - call.called))
 
     def _stop_overdue(self) -> None:
+        """Cancel calls past their time limit, and replace children that cannot cancel them or did not start in time."""
         now = time.monotonic()
         for child in list(self._children):
             overdue = [number for number, call in child.calls.items() if call.deadline <= now]

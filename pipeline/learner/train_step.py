@@ -262,6 +262,7 @@ class Step:
         return losses.summarise(losses.add_stats(self._stats) | counts).get("ess")
 
     def _close(self, sequences: tuple[TokenSequence, ...]) -> None:
+        """Send a full micro-batch to its rank, or run it backward here if the backend divides late."""
         batch = pack(sequences)
         self._closed.append(sequences)
         self._batches.append(batch)

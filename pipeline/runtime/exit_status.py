@@ -6,7 +6,7 @@ from penstock.pipeline.rewards.values import BrokenReward
 from penstock.topics.wire.errors import NewerSchema
 
 ENDED, FAILED, NO_RETRY, BROKEN = 0, 1, 2, 3
-"""ENDED: the run is over or a stop was requested. FAILED: a restart may help. NO_RETRY: it cannot. BROKEN: a reward fails; the run stops."""
+"""ENDED: the run is over or a stop was requested. FAILED: a restart may help. NO_RETRY: it cannot. BROKEN: a reward fails, the run ends."""
 MISTAKES = (ConfigError, DataError, NewerSchema)
 """Errors of the user. Any other `ValueError` is a fault of this program, and is printed with its traceback."""
 

@@ -77,7 +77,7 @@ _TABLE = (
             **_DEAD_LETTERS,
             **_JOINS,
         },
-        writes={"prompts": "one prompt group to sample", "control-feeder": f"{_TAKES}, that all prompts are out", **_REPORTS},
+        writes={"prompts": "one prompt group to sample", "control-feeder": f"{_TAKES}, that all prompts are admitted", **_REPORTS},
     ),
     Role(
         name="environment",
@@ -159,7 +159,7 @@ _TABLE = (
             "groups": "samples with rewards",
             "ledger": "what was done before",
             "weights": "versions that exist already",
-            "control-feeder": "that all prompts are out",
+            "control-feeder": "that all prompts are admitted",
             "control-evaluator": "which version is best, the request to end the run",
             "control-rollout": "the same, if evaluations use a rollout worker's engine",
             "control-trainer": _LEASE,

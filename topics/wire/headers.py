@@ -147,6 +147,7 @@ def _is_newer(schema: bytes, *, than: str) -> str:
 
 
 def _identify(values: dict[str, bytes], name: str, *, expected: str, kind: Kind) -> None:
+    """Raise `Unusable`, of `kind` for another value, unless the header `name` has the value `expected`."""
     if name not in values:
         raise Unusable(f"header {name!r} is missing", kind="missing-header")
     if values[name] == expected.encode():

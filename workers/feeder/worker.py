@@ -303,7 +303,7 @@ def _admissible(state: Admission, session: Session, data: Data, renderer: Render
         number, choice = state.admitted, state.choices.next()
         if choice is None:
             if state.choices.exhausted:
-                reporter.doing(Activity.DONE, "all prompts of the run's epochs are out")
+                reporter.doing(Activity.DONE, "all prompts of the run's epochs are admitted")
             else:
                 reporter.doing(Activity.NO_GROUP, f"group {number} waits for the outcome of the epoch before")
             return batch
@@ -325,7 +325,7 @@ def _admissible(state: Admission, session: Session, data: Data, renderer: Render
         state.admit(number, partition, choice=choice)
     everything = limit - state.dropped >= session.steps * schedule.prompts_per_step + schedule.oversample_groups
     if everything:
-        reporter.doing(Activity.DONE, "all prompts of the run are out")
+        reporter.doing(Activity.DONE, "all prompts of the run are admitted")
         return batch
     waiting = "waiting for new weights"
     if _paused(state, session):

@@ -193,6 +193,7 @@ class GenerationLoop(ABC):
         """Report the engine's counters."""
 
     def _take(self, wait_s: float) -> None:
+        """Apply assignments, revocations and records that arrive within `wait_s`."""
         for event in self.member.take(wait_s):
             match event:
                 case Assigned():

@@ -227,6 +227,7 @@ class Sinks:
         self._open.clear()
 
     def _try(self, name: str, action: Callable[[], object]) -> None:
+        """Run an action on a sink; a sink that fails is closed, with one line to the user."""
         try:
             action()
         except Exception as error:  # foreign libraries, with errors of no common type: a run never ends because of them

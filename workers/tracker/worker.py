@@ -277,6 +277,7 @@ class Tracker:
         return True
 
     def _take(self, records: Iterable[Record]) -> None:
+        """Apply records, write their metrics, and send unusable ones of the tracker's own topics to the dead letters."""
         now = time.monotonic()
         for record in records:
             owned = record.topic in self._owned
@@ -330,6 +331,7 @@ class Tracker:
         return all(self._tail.position(partition) >= end for partition, end in ends.items())
 
     def _write_down(self, lines: Iterable[Line]) -> None:
+        """Write lines to `metrics.jsonl` and to the other sinks."""
         for line in lines:
             new = self.file.write(line)
             self.sinks.write(line, new=new)

@@ -289,8 +289,9 @@ class AgentEpisode:
 
     def _allowed(self, clock: AgentClock) -> str:
         limits = self.limits
-        each = f"{limits.step_timeout_s:g} s after a turn" if clock.requested else f"{limits.reset_timeout_s:g} s until its first request"
-        return f"{each}, {limits.trajectory_timeout_s:g} s in all"
+        first, later = f"{limits.reset_timeout_s:g} s until its first request", f"{limits.step_timeout_s:g} s after a turn"
+        each = f"{later} (environment.step_timeout_s)" if clock.requested else f"{first} (environment.reset_timeout_s)"
+        return f"{each}, {limits.trajectory_timeout_s:g} s in all (environment.trajectory_timeout_s)"
 
     def _row(self) -> dict[str, Any]:
         """Input of the program: the row's columns, prompt text and messages, seed and sample number."""

@@ -58,6 +58,7 @@ class RowReader:
             check(dataset, also=lambda row: self._row(row, scoring))
 
     def _row(self, row: Row, scoring: rewards.Rewards) -> None:
+        """Render a row, check its columns for the reward functions, and note what they will not get. Raises `DataError`."""
         prompt, _ = self.renderer.render(self.replaced.seen(row))
         if tag := OPENING_TAG.search(prompt[-TAG_CHARACTERS:]):
             self._note(
@@ -86,6 +87,7 @@ class RowReader:
             self._notify(text)
 
     def _keep_kind(self, row: Row) -> None:
+        """Keep a row to try the reward functions on: the first rows, the first with another reference, the first of each kind."""
         kind = row.prompt is None, frozenset((name, type(value)) for name, value in row.columns.items())
         varies = self._same_reference and self.kinds and row.columns.get("answer") not in (None, self.kinds[0].columns.get("answer"))
         self._same_reference = self._same_reference and not varies

@@ -175,6 +175,7 @@ def _modes(cluster: Cluster, *, prompts_per_step: int) -> list[Candidate]:
 
 
 def _splits(cluster: Cluster, mode: str, prompts_per_step: int) -> Iterator[Candidate]:
+    """Simulate a mode on a grid of splits, then halfway to the neighbours of its best split until that has none."""
     size, fitting = cluster.engine_size, cluster.settings
     engines = range(1, (cluster.accelerators - 1) // size + 1)
     splits = [count for count in engines if fitting is None or cluster.accelerators - count * size in fitting]
