@@ -44,11 +44,11 @@ def test_the_page_of_the_commands_has_every_command_and_a_meaning_for_every_opti
 @pytest.mark.parametrize(
     ("point", "meaning"),
     [
-        ("train/tokens_at_lag_3", "share of trained tokens with that lag"),
-        ("train/queued_lag_p95", "lag of these groups, in versions"),
+        ("train/tokens_at_lag_3", "share of trained tokens whose lag is N versions"),
+        ("train/queued_lag_p95", "lag of the groups that wait for a later step, in versions"),
         ("system/rollout-0/time_no_prompts_s", "seconds in one use; the uses add up to the time of the worker"),
         ("eval/pass_at_4", "probability that one of N samples is solved"),
-        ("eval/gsm8k/greedy_accuracy", "the same for one source of several"),
+        ("eval/gsm8k/greedy_accuracy", "the metric NAME over the held-out prompts of one source of several"),
         ("reward", "mean reward of all scored samples of a version, trained or not"),
         ("train/invented", None),
     ],
