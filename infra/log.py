@@ -123,9 +123,7 @@ class Copies:
         replicas = min(3, brokers) if self.replicas is None else self.replicas
         in_sync = min(2, replicas) if self.in_sync is None else self.in_sync
         if replicas > brokers:
-            raise ValueError(
-                f"kafka.replication_factor: {replicas} replicas need as many brokers, {brokers} are in service; remove the key"
-            )
+            raise ValueError(f"kafka.replication_factor: {replicas} replicas need as many brokers, {brokers} are up; remove the key")
         if in_sync > replicas:
             raise ValueError(f"kafka.min_insync_replicas: {in_sync} is more than the {replicas} replicas of a topic; remove the key")
         if brokers > 1 and in_sync < 2 and not self.loss_allowed:

@@ -225,16 +225,12 @@ def check_tensors(tensors: Iterable[TensorBytes], shapes: Mapping[str, tuple[int
     if len(names) != len(weights):
         raise EngineError(f"weights version {version}: a parameter occurs twice")
     if missing := sorted(shapes.keys() - names):
-        raise EngineError(
-            f"weights version {version} lacks {len(missing)} parameters, the first is {missing[0]}: set model.path to the run's model"
-        )
+        raise EngineError(f"weights version {version} lacks parameters such as {missing[0]}: set model.path to the run's model")
     if unknown := sorted(names - shapes.keys()):
         raise EngineError(f"weights version {version} has {unknown[0]}, which the model lacks: set model.path to the run's model")
     for tensor in weights:
         if tuple(tensor.shape) != tuple(shapes[tensor.name]):
-            raise EngineError(
-                f"weights version {version}: {tensor.name} has shape {list(tensor.shape)}, expected {list(shapes[tensor.name])}"
-            )
+            raise EngineError(f"weights version {version}: {tensor.name} has shape {list(tensor.shape)}, not {list(shapes[tensor.name])}")
         if memoryview(tensor.data).nbytes != tensor.nbytes:
             raise EngineError(f"weights version {version}: {tensor.name} has {memoryview(tensor.data).nbytes} bytes, not {tensor.nbytes}")
     return weights

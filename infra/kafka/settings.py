@@ -221,9 +221,7 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
             raise LogError(f"{TOKEN_COMMAND} {self._command!r} cannot be started: {type(error).__name__}") from None
         if done.returncode:
-            raise LogError(
-                f"{TOKEN_COMMAND} {self._command!r} failed with status {done.returncode}: {' '.join(done.stderr.split())[-200:]}"
-            )
+            raise LogError(f"{TOKEN_COMMAND} {self._command!r} ended with status {done.returncode}: {' '.join(done.stderr.split())[-200:]}")
         return done.stdout
 
     @staticmethod

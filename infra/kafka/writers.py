@@ -102,9 +102,7 @@ class KafkaProducerOfRecords:
                 free = self._room.wait_for(lambda: not self._in_flight or self._in_flight + size <= self._budget, self._give_up_s)
                 self._waiting -= 1
                 if not free:
-                    raise SendFailed(
-                        f"the broker accepted no record for {self._give_up_s:.0f} s (kafka.give_up_s); {self._in_flight} bytes wait"
-                    )
+                    raise SendFailed(f"the broker accepted no record for {self._give_up_s:.0f} s (kafka.give_up_s): is it running?")
             self._in_flight += size
             self._wait.start()
 
@@ -147,9 +145,7 @@ class KafkaProducerOfRecords:
         try:
             self._kafka.flush(timeout_s)
         except errors.KafkaTimeoutError:
-            raise OutcomeUnknown(
-                f"{self._in_flight} bytes are not acknowledged after {timeout_s:.0f} s, and may still be written"
-            ) from None
+            raise OutcomeUnknown(f"{self._in_flight} bytes are not acknowledged after {timeout_s:.0f} s, and may yet be written") from None
         with self._room:
             failure, self._failure = self._failure, None
         if failure is not None:

@@ -232,9 +232,7 @@ class Episode:
         assert session is not None
         remaining_s = self.limits.trajectory_timeout_s - self.episode_state.environment_s
         if remaining_s <= 0:
-            raise EnvironmentBroken(
-                "timeout", f"it took over {self.limits.trajectory_timeout_s:g} s in this trajectory (environment.trajectory_timeout_s)"
-            )
+            raise EnvironmentBroken("timeout", f"it took over {self.limits.trajectory_timeout_s:g} s (environment.trajectory_timeout_s)")
         try:
             return await session.call({"do": do, **payload}, timeout_s=min(timeout_s, remaining_s))
         except SessionLost as lost:

@@ -67,9 +67,7 @@ def chat_template_of(folder: Path, chat_template: str) -> str | None:
             return Path(chat_template).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise ConfigError(
-                f"data.chat_template: cannot read {chat_template}: {reason}; expected auto, on, off or a Jinja file"
-            ) from error
+            raise ConfigError(f"data.chat_template: cannot read {chat_template}: {reason}; use auto, on, off or a Jinja file") from error
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     names = ("chat_template.json", "tokenizer_config.json")
@@ -79,9 +77,7 @@ def chat_template_of(folder: Path, chat_template: str) -> str | None:
     if isinstance(template, dict):
         if "default" not in template:
             named = ", ".join(map(str, template))
-            raise ConfigError(
-                f"data.chat_template: {folder} has the templates {named}, but none named default; set it to the path of a Jinja file"
-            )
+            raise ConfigError(f"data.chat_template: {folder} has the templates {named}, none named default; set it to a Jinja file")
         template = template["default"]
     if isinstance(template, str):
         return template
@@ -222,9 +218,7 @@ def _ids(value: Any, vocabulary: Mapping[str, int], key: str, size: Any, *, text
         elif isinstance(number, int) and not isinstance(number, bool) and 0 <= number < (size if isinstance(size, int) else 2**31):
             yield number
         else:
-            raise ConfigError(
-                f"model.path: {key} is {item!r}, which is not a token of the model; expected a token, an id, or a list of them"
-            )
+            raise ConfigError(f"model.path: {key} is {item!r}, which is not a token of the model; expected a token, id, or list of them")
 
 
 def _vocabulary(folder: Path) -> dict[str, int]:

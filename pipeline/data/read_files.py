@@ -94,9 +94,7 @@ class Dataset:
         rows = len(source)
         stop = rows if limit is None else min(rows, start + limit)
         if start >= stop:
-            raise DataError(
-                f"{name}: there is no row {start}, only {rows} rows" if rows else f"{name} is empty: expected one row per prompt"
-            )
+            raise DataError(f"{name}: there is no row {start}, only {rows} rows" if rows else f"{name} is empty: expected a row per prompt")
         self._source, self._fields, self._window = source, fields, range(start, stop)
 
     @property

@@ -166,9 +166,7 @@ def _check_length(config: Config, *, rows: int, steps: int, notify: Callable[[st
     epochs, prompts, warmup = config.run.epochs, config.schedule.prompts_per_step, config.trainer.warmup_steps
     total = None if epochs is None else int(epochs * rows)
     if warmup > steps:
-        raise ConfigError(
-            f"trainer.warmup_steps = {warmup}: the run has only {steps} steps, so trainer.lr would never be reached; set at most {steps}"
-        )
+        raise ConfigError(f"trainer.warmup_steps = {warmup}: the run has {steps} steps, so trainer.lr is never reached; set up to {steps}")
     if total is not None and total < prompts:
         lower = f"lower schedule.prompts_per_step = {prompts} to {total}, or set" if total else "raise run.epochs, or set"
         raise ConfigError(f"run.epochs = {epochs:g}: {rows} rows yield {total} prompts, fewer than one step needs; {lower} run.steps")

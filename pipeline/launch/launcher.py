@@ -253,7 +253,5 @@ def _ended(log: Log, record: RunRecord, view: "LiveView") -> int:
     if status == "failed":
         raise PenstockError(f"run {record.run} failed: {closing(view.view).get('reason', 'the trainer ended it')}")
     if status != "finished":
-        raise PenstockError(
-            f"run {record.run} is unfinished, but all its workers have exited. Continue: penstock run --resume {record.run}"
-        )
+        raise PenstockError(f"run {record.run} is unfinished, but its workers have exited. Continue: penstock run --resume {record.run}")
     return 0

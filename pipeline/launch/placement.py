@@ -50,9 +50,7 @@ def place(config: Config, available: Sequence[str]) -> Placement:
     if not trainer.gpus and not rollout.gpus_per_worker:
         return NOT_PLACED
     if trainer.gpus not in (0, trainer.processes):
-        raise ConfigError(
-            f"trainer.gpus: {trainer.gpus}, but each of trainer.processes = {trainer.processes} needs one GPU; set both to the same number"
-        )
+        raise ConfigError(f"trainer.gpus: {trainer.gpus}, but each of trainer.processes = {trainer.processes} needs a GPU; make them equal")
     for section, gpus, device in (("trainer", trainer.gpus, trainer.device), ("rollout", rollout.gpus_per_worker, rollout.device)):
         key = "trainer.gpus" if section == "trainer" else "rollout.gpus_per_worker"
         if gpus and device == "cpu":

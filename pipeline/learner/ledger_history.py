@@ -33,9 +33,7 @@ class LedgerHistory:
         for expected, entry in enumerate(self.steps, start=self.first_step):
             if entry.step != expected:
                 advice = f"inspect it with `penstock audit {self.ledger_state.run}`"
-                raise Unrecoverable(
-                    f"the ledger is damaged: entry {entry.seq} commits step {entry.step}, expected step {expected}; {advice}"
-                )
+                raise Unrecoverable(f"the ledger is damaged: entry {entry.seq} commits step {entry.step}, expected {expected}; {advice}")
 
     @property
     def steps(self) -> list[Entry]:

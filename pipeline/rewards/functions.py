@@ -269,10 +269,7 @@ def resolve(
 
 
 def digests(names: Sequence[str], *, base_dir: str | Path | None = None) -> dict[str, str]:
-    """SHA-256 of each reward's source, or of a service's address, for the run's record; nothing is imported.
-
-    Raises `PluginError`.
-    """
+    """SHA-256 of each reward's source, or of a service's address, for the run's record; nothing is imported. Raises `PluginError`."""
 
     def source(name: str) -> str:
         plain = split_options(name)[0]

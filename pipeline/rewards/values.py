@@ -95,9 +95,7 @@ def _parts(name: str, value: Any, number: int) -> Parts:
     if not isinstance(value, Mapping):
         return {}
     if len(value) > MOST_PARTS or not all(isinstance(part, str) for part in value):
-        raise RewardError(
-            f"reward {name} returned {shown(value)} for completion {number}, expected at most {MOST_PARTS} names with numbers"
-        )
+        raise RewardError(f"reward {name} returned {shown(value)} for completion {number}, expected up to {MOST_PARTS} names with numbers")
     return {part: _number(f"reward {name} returned", item, f"{part!r} of completion {number}") for part, item in value.items()}
 
 
@@ -172,9 +170,7 @@ class Logged:
         items = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(items, (list, tuple)) or len(items) != self._count:
             what = f"{len(items)} values" if isinstance(items, (list, tuple)) else f"a {type(values).__name__}"
-            raise RewardError(
-                f"reward {reward}: log_extra({shown(column)}, …) got {what}, expected a list of {self._count}, one per completion"
-            )
+            raise RewardError(f"reward {reward}: log_extra({shown(column)}, …) got {what}, not a list of {self._count}, one per completion")
         self._extra[_name(reward, column, self._extra)] = [_as_json(value) for value in items]
 
     def _log_metric(self, reward: str, name: str, value: Any) -> None:

@@ -89,9 +89,7 @@ class LedgerState:
             if previous is None or previous == manifest or previous.digest != manifest.digest:
                 return None
         elif manifest.version != self.newest_version + 1:
-            raise Unusable(
-                f"weight version {manifest.version} follows version {self.newest_version}: versions are missing", kind="mismatch"
-            )
+            raise Unusable(f"weight version {manifest.version} follows {self.newest_version}: versions are missing", kind="mismatch")
         self.add(manifest)
         return manifest
 

@@ -19,7 +19,7 @@ def test_copies_follow_the_cluster_and_one_lost_broker_loses_nothing(brokers: in
     [
         (Copies(replicas=1), 3, "kafka.replication_factor: with 1 replicas"),
         (Copies(in_sync=1), 3, "kafka.min_insync_replicas: with 3 replicas, 1 of them in sync"),
-        (Copies(replicas=3), 2, "3 replicas need as many brokers, 2 are in service"),
+        (Copies(replicas=3), 2, "3 replicas need as many brokers, 2 are up"),
         (Copies(replicas=2, in_sync=3), 3, "3 is more than the 2 replicas of a topic"),
     ],
 )

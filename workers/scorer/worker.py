@@ -212,10 +212,7 @@ class Scorer:
                 self._fail_unread(state, record, str(error))
             return
         if state.out_of_order(prompt.group):  # a foreign record: the feeder's numbers rise
-            self.session.reporter.notify(
-                f"the prompt of group {prompt.group} at {record.id} follows that of a later group, as no feeder writes them: "
-                "reading all groups again"
-            )
+            self.session.reporter.notify(f"group {prompt.group}'s prompt at {record.id} follows a later group's: reading all groups again")
             state.distrust()
             self._read_finished([state.partition])
         if state.add_prompt(record, prompt, now_s=self.reports.now_s):
@@ -263,9 +260,7 @@ class Scorer:
             elif group not in state.finished or group in state.open:
                 self.session.reporter.duplicate(f"sample {sample} of group {group} at {record.topic}/{record.partition}/{record.offset}")
         if new and new[-1] >= schedule.samples_begun:
-            raise Unusable(
-                f"sample {new[-1]} of group {group} is out of range: a group has samples 0 to {schedule.samples_begun - 1}", kind="mismatch"
-            )
+            raise Unusable(f"sample {new[-1]} of group {group} is outside 0 to {schedule.samples_begun - 1}", kind="mismatch")
         counted = new[: state.missing(group, samples=schedule.samples_per_prompt)]
         if surplus := len(new) - len(counted):
             self.session.reporter.add("surplus_samples", surplus)
@@ -315,9 +310,7 @@ class Scorer:
         score, samples = Score.of(result.result), group.ordered()
         self._faults.partly(score.broken.values(), len(score.rewards))
         for position, reason in score.broken.items():
-            self.session.reporter.notify(
-                f"sample {samples[position].sample} of group {group.group} has no reward, and is not trained on: {reason}"
-            )
+            self.session.reporter.notify(f"sample {samples[position].sample} of group {group.group} is not trained: {reason}")
         reporter = self.session.reporter
         reporter.add("groups")
         reporter.add("reward_s", result.seconds)

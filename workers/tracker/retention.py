@@ -110,4 +110,4 @@ class Retention:
             session.log.delete_records(prompts)
             session.log.delete_records({partition: offset for partition, offset in before.items() if partition not in prompts})
         except (PenstockError, OSError, ValueError) as error:
-            session.reporter.throttled.notify("records that stay", f"old records were not deleted; trying again after later steps: {error}")
+            session.reporter.throttled.notify("records that stay", f"old records were not deleted; trying again later: {error}")

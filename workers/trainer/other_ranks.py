@@ -97,9 +97,7 @@ def other_ranks(session: Session) -> "Iterator[ProcessSet | None]":
     config = session.config
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched not in (1, config.trainer.processes):
-        raise ConfigError(
-            f"trainer.processes is {config.trainer.processes}, but WORLD_SIZE is {launched}: start as many processes, or change the key"
-        )
+        raise ConfigError(f"trainer.processes is {config.trainer.processes}, but WORLD_SIZE is {launched}: start as many, or change it")
     if config.trainer.processes == 1:
         yield None
         return

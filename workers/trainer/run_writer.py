@@ -246,9 +246,7 @@ class RunWriter:
             if content.digest != published.digest:
                 origin = "repeating its steps from the log gave" if version else "the model directory has"
                 fix = "restore package versions, threads and device" if version else "restore the model that the run was created with"
-                raise Unrecoverable(
-                    f"version {version} was published with digest {published.digest[:16]}…, but {origin} {content.digest[:16]}…: {fix}"
-                )
+                raise Unrecoverable(f"version {version} has digest {published.digest[:16]}…, but {origin} {content.digest[:16]}…: {fix}")
             if self.lost is not None and self.lost.version == version:
                 self._publish_again(content, published)
             self.session.reporter.values.update(version=version)
@@ -305,9 +303,7 @@ class RunWriter:
         except LogUnreachable:
             raise
         except LogError as error:
-            self.session.reporter.throttled.notify(
-                "weights that stay", f"old weights were not deleted; trying again after later versions: {error}"
-            )
+            self.session.reporter.throttled.notify("weights that stay", f"old weights were not deleted; trying again later: {error}")
 
     def repair_newest(self) -> None:
         """Send the newest version again if its chunks cannot be read and its weights are in memory. Raises `LogError`."""
@@ -341,9 +337,7 @@ class RunWriter:
             return
         if (problem := self._publisher.read_back(self.state.manifests, newest)) is not None:
             self.lost = self.state.manifests[newest]
-            self.session.reporter.notify(
-                f"weight version {newest} cannot be read ({problem}): it is sent again once the weights are restored"
-            )
+            self.session.reporter.notify(f"weight version {newest} cannot be read ({problem}): it is sent again after the recovery")
 
     def step_digest(self, policy: PolicyTrainer) -> str | None:
         """Weights digest for the ledger entry of a step; None for a model too large to hash at each step."""

@@ -138,9 +138,7 @@ def choose_forward(model: Any, *, share: str, device: torch.device, in_pieces: b
     model.set_attn_implementation("sdpa")
     if share == "on":
         kind = model.config.model_type
-        raise BackendError(
-            f"trainer.share_prompts: a model of type {kind!r} cannot share prompts ({reasons[-1]}); set it to 'auto' or 'off'"
-        )
+        raise BackendError(f"trainer.share_prompts: {kind!r} models cannot share prompts ({reasons[-1]}); set it to 'auto' or 'off'")
     return Forward(in_pieces=in_pieces)
 
 

@@ -106,9 +106,7 @@ class ProcessSet:
             leave_process_group_at_exit()
             gloo = torch.distributed.new_group(backend="gloo", timeout=COLLECTIVE_LIMIT) if on_gpu else None
         except (RuntimeError, ValueError, KeyError) as error:
-            raise BackendError(
-                f"rank {rank} of {size} cannot connect to the trainer's other ranks: {str(error).splitlines()[0]}"
-            ) from error
+            raise BackendError(f"rank {rank} of {size} cannot reach the trainer's other ranks: {str(error).splitlines()[0]}") from error
         return cls(rank, size, torch.distributed.PrefixStore("messages", store), gloo)
 
     def send(self, rank: int, **message: Any) -> None:

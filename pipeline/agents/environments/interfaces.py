@@ -101,9 +101,7 @@ def episode_of(environment: Any) -> Episode:
         return TextEpisode(environment)
     if callable(getattr(environment, "get_reward", None)) or tools_of(environment):
         return ToolEpisode(environment)
-    raise EnvironmentFault(
-        f"{type(environment).__name__} is not an environment: it has neither step(text) -> (text, reward, ended) nor methods as tools"
-    )
+    raise EnvironmentFault(f"{type(environment).__name__} is no environment: it has neither step(text) -> (text, reward, ended) nor tools")
 
 
 def waits(kind: Any) -> bool:

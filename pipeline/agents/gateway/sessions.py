@@ -123,9 +123,7 @@ class AgentSession:
             raise BadRequest(f"an agent may send at most {MAX_OPEN} concurrent requests", status=429, code="rate_limit_exceeded")
         if self._turns_started >= self.bounds.max_turns:
             self.truncated = True
-            raise BadRequest(
-                f"the trajectory has reached its limit of {self.bounds.max_turns} turns (environment.max_turns)", code="turn_limit_exceeded"
-            )
+            raise BadRequest(f"the trajectory has reached environment.max_turns = {self.bounds.max_turns}", code="turn_limit_exceeded")
         try:
             context = self.conversation.context(request.messages, request.tools or ())
         except TemplateRefused as error:

@@ -99,9 +99,7 @@ def text_of(message: Message) -> str:
         parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
         if all(isinstance(part, Mapping) and part.get("type") in TEXT_PARTS for part in parts):
             return "".join(str(part.get("text", part.get("refusal")) or "") for part in parts)
-    raise TemplateRefused(
-        f"the content of a message of role {str(message.get('role'))[:40]!r} is neither a string nor a list of text parts"
-    )
+    raise TemplateRefused(f"content of a message of role {str(message.get('role'))[:40]!r} is neither a string nor a list of text parts")
 
 
 def shortened(text: str, tokens: int, tokenizer: Any) -> str:

@@ -172,9 +172,7 @@ class Conversation:
         """
         ids, nats, policy = np.array(token_ids, np.int32), np.array(logprobs, np.float32), np.array(versions, np.int32)
         if not ids.shape == nats.shape == policy.shape or ids.ndim != 1:
-            raise ValueError(
-                f"turn {context.number}: shapes of token ids {ids.shape}, logprobs {nats.shape} and versions {policy.shape} differ"
-            )
+            raise ValueError(f"turn {context.number}: shapes of ids {ids.shape}, logprobs {nats.shape} and versions {policy.shape} differ")
         if ended := _stopped(ids.tolist(), stop, self._template):
             ids, nats, policy, finish = ids[: ended[0]], nats[: ended[0]], policy[: ended[0]], "stop"
         tools = context.tools if self._reads_calls else None

@@ -47,9 +47,7 @@ def with_changes(record: RunRecord, config: Config, *, notify: Callable[[str], N
     if not changes:
         return record
     for change in changes:
-        notify(
-            f"{change['what']} has changed since the run started ({change['before'][:12]} -> {change['after'][:12]}): the report records it"
-        )
+        notify(f"{change['what']} changed since the run started ({change['before'][:12]} -> {change['after'][:12]}): the report records it")
     info |= {**now, "rows": sum(map(len, data.values())), "changes": [*info.get("changes", ()), *changes]}
     return replace(record, info=json.dumps(info))
 
@@ -73,9 +71,7 @@ def require_same(record: RunRecord, config: Config, *, notify: Callable[[str], N
         if dict(digests(config.model_directory, chat_template=config.data.chat_template)) != info["digests"]:
             other.append("tokenizer, chat template or stop ids of model.path")
     if other:
-        raise ConfigError(
-            f"run {record.run!r} already exists with other values: {', '.join(other)}; choose another --run-id, or its values"
-        )
+        raise ConfigError(f"run {record.run!r} already exists with other values: {', '.join(other)}; use another --run-id, or its values")
 
 
 def _may_change(key: str) -> bool:

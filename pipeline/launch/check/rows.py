@@ -61,17 +61,13 @@ class RowReader:
         """Render a row, check its columns for the reward functions, and note what they will not get. Raises `DataError`."""
         prompt, _ = self.renderer.render(self.replaced.seen(row))
         if tag := OPENING_TAG.search(prompt[-TAG_CHARACTERS:]):
-            self._note(
-                tag[0], f"{row.origin}: the prompt ends with {tag[1]}: completions start after it, and reward functions do not get it"
-            )
+            self._note(tag[0], f"{row.origin}: the prompt ends with {tag[1]}: completions start after it; reward functions do not get it")
         try:
             scoring.check(row.columns, not_json=row.not_json, answer_field=self._config.data.answer_field)
         except RewardError as error:
             raise DataError(f"{row.origin}: {error}") from error
         for name, what in row.not_json.items():
-            self._note(
-                name, f"{row.origin}: the column {name!r} contains {what}, which JSON cannot represent: no reward function receives it"
-            )
+            self._note(name, f"{row.origin}: the column {name!r} contains {what}, which JSON cannot represent: no reward function gets it")
         own = row.columns.get(OWN)
         replaced = [name for name in own if name in row.columns] if isinstance(own, dict) else []
         for name in (*scoring.facts_named_by(row.columns), *replaced):

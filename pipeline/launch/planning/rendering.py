@@ -43,9 +43,7 @@ def reasons(plan: Plan) -> list[str]:
         )
     if plan.cluster.settings is not None:
         values = ", ".join(f"{key} = {json.dumps(value)}" for key, value in plan.cluster.settings[best.training].items())
-        lines.append(
-            f"The model fits into this memory with {' or '.join(map(str, sorted(plan.cluster.settings)))} for training; here: {values}."
-        )
+        lines.append(f"Training fits into this memory with {' or '.join(map(str, sorted(plan.cluster.settings)))}; here: {values}.")
     dropped = {cause: count for cause, count in outcome.dropped.items() if count}
     generated = outcome.samples // plan.cluster.base.schedule.samples_per_prompt + sum(dropped.values())
     if sum(dropped.values()) > 0.05 * generated:

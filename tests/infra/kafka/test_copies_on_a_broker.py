@@ -45,7 +45,7 @@ def test_copies_that_the_cluster_cannot_have_or_that_one_lost_broker_takes_along
     log: KafkaLog, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups = {f"{run_id}.groups": topics_of(run_id, partitions=1)[f"{run_id}.groups"]}
-    with pytest.raises(LogError, match=r"kafka.replication_factor: 2 replicas need as many brokers, 1 are in service"):
+    with pytest.raises(LogError, match=r"kafka.replication_factor: 2 replicas need as many brokers, 1 are up"):
         log.create_topics(groups, copies=Copies(replicas=2))
     monkeypatch.setattr(Admin, "brokers", lambda _: [1, 1, 1])
     with pytest.raises(LogError, match=r"kafka.replication_factor: with 1 replicas.* loss of one of 3 brokers .*kafka.allow_loss = true"):

@@ -118,7 +118,7 @@ def test_a_certificate_lets_in_both_clients_and_a_new_one_is_read_by_the_next_co
 def test_a_token_that_cannot_be_had_is_one_line_that_does_not_hold_it(tmp_path: Path) -> None:
     for security, said in (
         ({"sasl_oauth_token_file": str(tmp_path / "none")}, "cannot be read: No such file"),
-        ({"sasl_oauth_token_command": "false"}, "failed with status 1"),
+        ({"sasl_oauth_token_command": "false"}, "ended with status 1"),
         ({"sasl_oauth_token_command": "echo two words"}, "returned no OAuth token"),
         ({"sasl_oauth_token_command": "/no/such/program"}, "cannot be started"),
     ):

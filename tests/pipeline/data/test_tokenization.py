@@ -69,7 +69,7 @@ def test_of_several_templates_the_default_is_taken_and_none_without_it(tmp_path:
 
     folder = model(tmp_path / "m")
     assert Renderer(write(rag="no", default=THINKING)).render(row("hi"))[0] == "<s>user:hi</s><s>assistant:"
-    with pytest.raises(ConfigError, match="has the templates rag, tool_use, but none named default; set it to the path of a Jinja file"):
+    with pytest.raises(ConfigError, match="has the templates rag, tool_use, none named default; set it to a Jinja file"):
         Renderer(write(rag="no", tool_use=THINKING))
 
 

@@ -182,7 +182,7 @@ def test_a_version_that_was_not_published_is_refused() -> None:
 
     state = LedgerState(RUN)
     for version in (900, 1):
-        with pytest.raises(Unusable, match=f"version {version} follows version -1"):
+        with pytest.raises(Unusable, match=f"version {version} follows -1"):
             state.apply(manifest(version))
     assert [state.apply(manifest(version)) is not None for version in (0, 1, 1, 0)] == [True, True, False, False]
     assert state.newest_version == 1

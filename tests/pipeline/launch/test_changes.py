@@ -121,7 +121,7 @@ def test_other_code_is_told_once_and_allowed(made: tuple[RunRecord, Config], tmp
     (tmp_path / file).write_text(CODE.replace("0.0", "50.0"))
     said = list[str]()
     resumed = with_changes(record, config, notify=said.append)
-    assert len(said) == 1 and said[0].startswith(f"{what.format(tmp_path)} has changed since the run started")
+    assert len(said) == 1 and said[0].startswith(f"{what.format(tmp_path)} changed since the run started")
     assert with_changes(resumed, config, notify=pytest.fail) is resumed
     (tmp_path / file).write_text(CODE)
     assert len(json.loads(with_changes(resumed, config, notify=said.append).info)["changes"]) == 2

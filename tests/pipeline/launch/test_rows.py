@@ -132,7 +132,7 @@ def test_columns_that_no_reward_gets_or_that_have_a_name_of_the_run_are_told_onc
     pq.write_table(pa.table({"prompt": ["p", "q"], "answer": ["a", "b"], "image": [b"x", b"y"]}), tmp_path / "rows.parquet")
     _, said = read()
     assert said == [
-        f"{tmp_path}/rows.parquet:1: the column 'image' contains bytes, which JSON cannot represent: no reward function receives it"
+        f"{tmp_path}/rows.parquet:1: the column 'image' contains bytes, which JSON cannot represent: no reward function gets it"
     ]
     _, said = read([{**GOOD, "completion_ids": "old"}] * 2)
     assert [line.partition("rows.jsonl:")[2] for line in said] == [
@@ -159,7 +159,7 @@ def test_a_tag_that_the_template_opens_is_told_once_because_rewards_do_not_get_i
     )
     _, said = read([GOOD, GOOD], data={"chat_template": str(tmp_path / "t.jinja")})
     notes = [line for line in said if "completions start after it" in line]
-    where = f"{tmp_path}/rows.jsonl:1: the prompt ends with {tag}: completions start after it, and reward functions do not get it"
+    where = f"{tmp_path}/rows.jsonl:1: the prompt ends with {tag}: completions start after it; reward functions do not get it"
     assert notes == ([where] if tag else [])
 
 

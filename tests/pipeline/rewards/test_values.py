@@ -62,7 +62,7 @@ def test_a_whole_batch_may_be_an_array(values: Any) -> None:
         (Odd(), "returned a Odd for completion 1, expected a number or None"),
         ({"a": "x"}, "returned 'x' for 'a' of completion 1, expected a number or None"),
         ({"a": float("nan")}, "returned nan for 'a' of completion 1, which is not finite"),
-        ({1: 1.0}, "returned {1: 1.0} for completion 1, expected at most 64 names with numbers"),
+        ({1: 1.0}, "returned {1: 1.0} for completion 1, expected up to 64 names with numbers"),
         ({"a": 1e18, "b": 1e18}, "the sum of the parts of reward f.py:f for completion 1 is 2e+18: above 1e+18"),
     ],
 )
@@ -107,7 +107,7 @@ def test_a_list_for_each_name_is_the_named_parts_of_all_completions(column: Any)
         ({"form": 1.0}, "returned a dict; expected a list of 2 numbers"),
         ({}, "returned a dict; expected a list of 2 numbers"),
         ({"form": [1.0, "x"]}, "returned 'x' for 'form' of completion 1"),
-        ({1: [1.0, 0.0]}, "returned {1: 1.0} for completion 0, expected at most 64 names with numbers"),
+        ({1: [1.0, 0.0]}, "returned {1: 1.0} for completion 0, expected up to 64 names with numbers"),
     ],
 )
 def test_names_without_a_number_for_each_completion_are_refused(returned: Any, words: str) -> None:
@@ -153,7 +153,7 @@ def test_columns_and_metrics_are_kept_by_name_as_json() -> None:
 def test_what_cannot_be_logged_is_refused_with_the_function_and_the_name() -> None:
     log = Logged(2).functions("f.py:f")
     for name, call in {
-        "log_extra('word', …) got 1 values, expected a list of 2": lambda: log["log_extra"]("word", ["a"]),
+        "log_extra('word', …) got 1 values, not a list of 2": lambda: log["log_extra"]("word", ["a"]),
         "log_extra('word', …) got a str": lambda: log["log_extra"]("word", "ab"),
         "log_metric('x', 'many'): expected a number": lambda: log["log_metric"]("x", "many"),
         "logged under 3, expected a name": lambda: log["log_metric"](3, 1.0),

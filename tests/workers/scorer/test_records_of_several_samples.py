@@ -73,6 +73,6 @@ def test_a_record_with_a_sample_that_no_group_has_is_set_aside_whole_and_its_let
     assert scorer.owned[0].open == {}
     scorer.session.producer.flush(5.0)
     (letter,) = (dead_letters.read(letter, run=RUN)[1] for letter in records_of(scorer.session.log, f"{RUN}.dead-letters"))
-    assert (letter.kind, letter.reason) == ("mismatch", "sample 4 of group 3 is out of range: a group has samples 0 to 3")
+    assert (letter.kind, letter.reason) == ("mismatch", "sample 4 of group 3 is outside 0 to 3")
     assert (letter.headers, letter.value) == (record.headers, record.value)
     assert dict(letter.headers)["sample-tokens"] == b"0:20,4:20"

@@ -81,7 +81,7 @@ def test_a_version_that_is_published_is_not_sent_again_and_must_be_the_same(log:
     assert kinds(log) == ["run-opened", "version"]
     again.backend.value = 7.0  # type: ignore[attr-defined]
     again.release_weights()
-    with pytest.raises(Unrecoverable, match=r"version 0 was published with digest .* the model directory has"):
+    with pytest.raises(Unrecoverable, match=r"version 0 has digest .* the model directory has"):
         later.open_run(again)
 
 

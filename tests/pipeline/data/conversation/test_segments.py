@@ -87,7 +87,7 @@ def test_a_client_may_write_an_answer_in_its_own_way(kept) -> None:
 
 def test_arrays_of_different_lengths_are_refused() -> None:
     conversation = Conversation(template("qwen2_5"))
-    with pytest.raises(ValueError, match=r"turn 0: shapes of token ids \(2,\), logprobs \(1,\) and versions \(2,\) differ"):
+    with pytest.raises(ValueError, match=r"turn 0: shapes of ids \(2,\), logprobs \(1,\) and versions \(2,\) differ"):
         conversation.add_completion(conversation.context(ASKED), [1, 2], [-0.5], [3, 3], "stop")
 
 
