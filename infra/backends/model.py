@@ -53,7 +53,7 @@ def write_model(architecture: str | Path, tensors: Iterable[TensorBytes], direct
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         copy_into(model, weights)
     except (OSError, ValueError) as error:
-        raise BackendError(f"the recorded weights do not match the model in {architecture}:  {str(error).splitlines()[0]}") from error
+        raise BackendError(f"the recorded weights do not match the model in {architecture}: {str(error).splitlines()[0]}") from error
     save_model(model, dict(model.named_parameters()), directory, tokenizer=architecture)
 
 

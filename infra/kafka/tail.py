@@ -347,7 +347,7 @@ class OffsetReader:
             remaining_s = min(deadline, patient_until) - now
             if now >= deadline:
                 where = f"offsets {run[0]} to {run[-1]} of {tp.topic}/{tp.partition}"
-                raise LogError(f"reading {where} took too long: either the broker does not respond, or a transaction is still open")
+                raise LogError(f"reading {where} took too long: no response, or a transaction is open (see `penstock topics unblock`)")
             records = poll(self._reader, min(1.0, remaining_s), min(500, run[-1] - at + 1))
             into.update((record.offset, record) for record in records if record.offset in offsets)
             if records:

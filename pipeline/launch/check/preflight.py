@@ -162,7 +162,7 @@ def _number(reward: float | None) -> str:
 
 
 def swapped(rows: Sequence[Row], references: Sequence[str]) -> list[tuple[int, int]]:
-    """Two rows with different references, each paired with the other; empty if there are none.
+    """Indices of two rows with different references as `[(a, b), (b, a)]`; empty if there are none.
 
     A reward that ignores the row cannot give both rows less for their own answer than for the other one.
     """

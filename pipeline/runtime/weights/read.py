@@ -264,7 +264,7 @@ class ChunkReader:
 def _require_none(manifest: Manifest, lost: list[tuple[int, int]], topic: str, why: Callable[[int], str]) -> None:
     if lost:
         partition, offset = min(lost)
-        more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
+        more = f"; {len(lost) - 1} more are missing" if len(lost) > 1 else ""
         raise RecordMissing(
-            f"weights of version {manifest.version}: no chunk at {topic}/{partition} offset {offset}{more}, {why(partition)}"
+            f"weights of version {manifest.version}: no chunk at {topic}/{partition} offset {offset}, {why(partition)}{more}"
         )

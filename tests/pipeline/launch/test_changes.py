@@ -100,7 +100,7 @@ def test_other_rows_that_a_person_accepts_are_told_once_and_stand_in_the_record(
     (tmp_path / "rows.jsonl").write_text(edited(ROWS))
     config, said = changed(config, ["data.on_change=accept"], run="r"), list[str]()
     resumed = with_changes(record, config, notify=said.append)
-    assert len(said) == 1 and f"data.source {tmp_path / 'rows.jsonl'} has changed" in said[0]
+    assert len(said) == 1 and f"data.source {tmp_path / 'rows.jsonl'} changed since" in said[0]
     info = json.loads(resumed.info)
     refuse_changed(info, config.data_sources, open_data(config).sources, context="training", run="r")  # a feeder opens these
     assert [change["what"] for change in info["changes"]] == [f"data.source {tmp_path / 'rows.jsonl'}"]

@@ -26,7 +26,7 @@ def said(config: Config, *, rows: int) -> list[str]:
 )
 def test_a_warm_up_that_the_run_never_ends_is_refused(run: dict[str, Any], rows: int, warmup: int) -> None:
     config = config_of(run=run, trainer={"warmup_steps": warmup}, schedule={"prompts_per_step": 8})
-    with pytest.raises(ConfigError, match=rf"^trainer\.warmup_steps = {warmup}: the run has only {config.steps(rows)} steps, "):
+    with pytest.raises(ConfigError, match=rf"^trainer\.warmup_steps = {warmup}: the run has {config.steps(rows)} steps, "):
         said(config, rows=rows)
 
 
