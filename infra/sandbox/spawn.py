@@ -151,7 +151,7 @@ def keeper_of(command: Sequence[str], rules: ChildRules, lifeline: Lifeline) -> 
 
 
 def spawn(target: str, rules: ChildRules) -> "tuple[subprocess.Popen[bytes], Lifeline]":
-    """Start a sandboxed child that answers calls of `target`, a `module:function`, over stdin and stdout; it ends if the lifeline closes.
+    """Start a sandboxed child that executes calls of `target`, a `module:function`, over stdin and stdout; it ends if the lifeline closes.
 
     Raises `ConfigError` if this machine lacks the isolation that the rules require.
     """
