@@ -48,11 +48,11 @@ class ChildRules:
     pass_env: tuple[str, ...] = ()
     """Names of further environment variables that children get."""
     memory_gb: float | None = None
-    """Of one child with everything it started; half of the machine's memory if None."""
+    """Memory limit of one child with everything it started; half of the machine's memory if None."""
     max_processes: int = 512
-    """Of one child with everything it started."""
+    """Limit on the number of processes of one child with everything it started."""
     file_gb: float = 64.0
-    """Of one file."""
+    """Size limit of one file that a child writes."""
     isolate: Isolation | None = None
     """None: "landlock" for an ordinary user, "none" for root."""
     isolate_network: bool = False

@@ -45,9 +45,7 @@ def _schedule(config: Config) -> Iterator[str]:
     rules = config.rules
     if rules.oversample_groups and (rules.order != "arrival" or rules.loads_at != "step"):
         why = "order 'submission' waits for each group" if rules.order != "arrival" else "a straggler would hold up the next version"
-        yield (
-            f"schedule.oversample_groups: {rules.oversample_groups} is useless, as {why}; use mode 'bounded' or 'in_flight' with 'arrival'"
-        )
+        yield (f"schedule.oversample_groups: {rules.oversample_groups} is useless: {why}; use mode 'bounded' or 'in_flight' with 'arrival'")
 
 
 def _sampling(config: Config) -> Iterator[str]:
@@ -250,9 +248,7 @@ def _workers(config: Config) -> Iterator[str]:
     if config.data.tag_field is None:
         yield "rollout.pools: set data.tag_field, the column of the data that selects a pool for each prompt"
     if len(config.pools) != config.rollout.workers:
-        yield (
-            f"rollout.workers: {config.rollout.workers}, but rollout.pools have {len(config.pools)} workers in all; make the numbers equal"
-        )
+        yield (f"rollout.workers: {config.rollout.workers}, but rollout.pools have {len(config.pools)} workers in all; make them equal")
     if twice := next((tag for tag in tags if tags.count(tag) > 1), None):
         yield f"rollout.pools: two pools have the tag {twice!r}; each tag must belong to one pool"
     if sum(not pool.tags for pool in pools.values()) > 1:
@@ -314,9 +310,7 @@ def _keep_steps(config: Config) -> Iterator[str]:
         return
     least = rules.steps_per_version * (rules.max_lag + 2)
     if steps < least:
-        yield (
-            f"kafka.keep_steps: {steps} would delete samples that are still needed; set at least {least}: steps_per_version x (max_lag + 2)"
-        )
+        yield (f"kafka.keep_steps: {steps} would delete samples still needed; set at least {least}: steps_per_version x (max_lag + 2)")
     if not config.trainer.checkpoint_every:
         yield f"kafka.keep_steps: {steps} has no effect, because only steps before a checkpoint are deleted; set trainer.checkpoint_every"
     if config.data.skip_solved is not None or config.data.skip_unsolved is not None:

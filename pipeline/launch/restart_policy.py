@@ -41,7 +41,7 @@ class Rules:
 
 
 def failures_in_a_row(exits: Sequence[WorkerExit]) -> int:
-    """Exits since the process last made progress; excused ones do not count."""
+    """Number of exits since the process last made progress, without excused ones."""
     count = 0
     for exit_ in reversed(exits):
         count += not exit_.excused

@@ -44,7 +44,7 @@ class Worker:
     log_file: Path
     process: "subprocess.Popen[bytes] | None" = None
     tokens: list[str] = field(default_factory=list)
-    """Of its processes, oldest first: a lease whose owner has one of the earlier tokens is free."""
+    """Tokens of its processes, oldest first: a lease whose owner has one of the earlier tokens is free."""
     starts: int = 0
     started_s: float = 0.0
     """Wall-clock start time [s since the epoch]; also in `workers.json`."""

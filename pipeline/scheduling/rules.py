@@ -133,7 +133,7 @@ def admission_limit(schedule: Schedule, *, newest_version: int, dropped: int, st
 
 
 def admitted_groups(numbers: Container[int], *, since: int = 0) -> range:
-    """The admitted groups from `since` on, by the numbers in `prompts`: the feeder leaves no gap, so numbers after a gap do not count."""
+    """The admitted groups from `since` on, by the numbers in `prompts`: the feeder leaves no gap, so numbers after a gap are ignored."""
     count = since
     while count in numbers:
         count += 1

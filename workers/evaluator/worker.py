@@ -102,7 +102,7 @@ class Evaluations:
         return due(newest=newest, last=last, every=self.session.config.eval.every, done=self.done, closed=self.closed)
 
     def read_done(self) -> None:
-        """Read which versions any worker has evaluated; each evaluation by this role counts once for early stopping."""
+        """Read which versions any worker has evaluated; early stopping uses each evaluation by this role once."""
         run, counted = self.session.run, set[int]()
         own = control_topic(run, self.session.role)
         for record in scan(self.session.log, self.session.topic("metrics"), own):

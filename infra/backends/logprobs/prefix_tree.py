@@ -22,7 +22,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from penstock.infra.backends.base import TokenBatch
 
 BLOCK = 128
-"""The length of a line is a multiple of it; tokens of two blocks that do not attend to each other cost nothing."""
+"""Tokens of a block, which divides the length of a line; tokens of two blocks that do not attend to each other cost nothing."""
 
 
 def subtree_ends(first: np.ndarray, shared: np.ndarray, lengths: np.ndarray) -> np.ndarray:

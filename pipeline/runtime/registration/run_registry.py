@@ -28,7 +28,7 @@ from penstock.topics.wire.record import Outgoing
 from penstock.topics.wire.secrets import without_passwords
 
 KEY_FILE = "run.key"
-"""In the run's folder of the state directory."""
+"""Name of the key file in the run's folder of the state directory."""
 KEY_BYTES = 32
 MODES = (0o400, 0o440, 0o600)
 """Permissions of a key that `--run-key` names: no other user may change it or, unless its group is set up for that, read it."""
