@@ -31,6 +31,8 @@ IMAGES = ("localhost/penstock:1", "localhost/penstock:2")
 TOKEN = "test-token"
 API = "https://127.0.0.1:6443"
 SYSCTLS = [Path("/proc/sys", name) for name in ("vm/overcommit_memory", "kernel/panic", "kernel/panic_on_oops")]
+PODS = Path("/sys/fs/cgroup/cpu/k8s.io")
+"""Control group of all pods. With the CPU share of one process they would hardly run on a busy machine."""
 SHARED_FOLDERS = {"usr": "/usr", "python": sys.base_prefix, "checkout": str(ROOT), "environment": sys.prefix}
 """What the containers of the test's images have from this machine: its system, its Python, and this checkout with its environment."""
 _NEEDED = ("etcd", "containerd", "ctr", "runc", "ip", "prometheus")
@@ -49,6 +51,9 @@ class Kubernetes:
     def __init__(self, folder: Path) -> None:
         self.folder, self.programs = folder, dict[str, subprocess.Popen[bytes]]()
         self.sysctls = {path: path.read_text() for path in SYSCTLS}
+        with contextlib.suppress(OSError):  # cgroup v2
+            PODS.mkdir(exist_ok=True)
+            (PODS / "cpu.shares").write_text("8192")
         for path in ("/run", "/var/lib", "/var/log"):  # what runtimes write outside their own folders ends with the mount namespace
             _run("mount", "-t", "tmpfs", "tmpfs", path)
         for words in ("link set lo up", "link add cni0 type bridge", "link set cni0 up"):
