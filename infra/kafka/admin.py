@@ -10,7 +10,7 @@ from kafka import KafkaAdminClient, TopicPartition, errors
 from kafka.admin import ConfigResource, ConfigResourceType, OffsetSpec, ProducerState, TransactionDescription, TransactionState
 from kafka.protocol.consumer import IsolationLevel
 
-from penstock.infra.errors import LogError
+from penstock.infra.errors import LogError, LogUnreachable
 from penstock.infra.kafka import errors as edge
 from penstock.infra.kafka import settings
 from penstock.infra.kafka.client_repairs import private_api
@@ -32,6 +32,8 @@ _ANY = ("segment.bytes", "file.delete.delay.ms")
 """Settings of which an existing topic may have any value: they only determine how soon disk is freed, and some services fix them."""
 GROUP_OFFSETS = "__consumer_offsets"
 """Kafka's topic of group offsets: an end lost there hides the start offset from the next owner of a partition."""
+_INTERNAL = {GROUP_OFFSETS: "offsets.topic.replication.factor", "__transaction_state": "transaction.state.log.replication.factor"}
+"""Topics that the cluster makes at the first use of groups and transactions, and the broker setting of their replicas."""
 
 _ENDING = (TransactionState.PREPARE_COMMIT, TransactionState.PREPARE_ABORT, TransactionState.PREPARE_EPOCH_FENCE)
 _DECIDED = {
@@ -112,8 +114,14 @@ class Admin:
             if self._client is None:
                 edge.probe(self.connection)
                 with self.cpu.count("io_s"):
-                    self._client = edge.make(KafkaAdminClient, self.connection, settings.common(self.connection))
-                self.cpu.watch(private_api.io_thread(self._client), "io_s")
+                    client = edge.make(KafkaAdminClient, self.connection, settings.common(self.connection))
+                try:
+                    edge.probe_advertised(self.connection, client)
+                except BaseException:
+                    client.close()
+                    raise
+                self._client = client
+                self.cpu.watch(private_api.io_thread(client), "io_s")
 
     def request(self, what: str, call: Callable[[Any], T], timeout_s: float = 30.0) -> T:
         """Send a request, retried while the cluster is unavailable. Raises `LogError` after `timeout_s`, not counting outages."""
@@ -195,6 +203,8 @@ class Admin:
         missing = {name: spec for name, spec in specs.items() if name not in existing}
         replicas, durable = self._replication(copies)
         if missing:
+            if impossible := self._impossible(self.brokers()):
+                raise LogError(f"{impossible[0].problem}: {impossible[0].fix}")
             new_topics = {
                 name: {"num_partitions": spec.partitions, "replication_factor": replicas, "configs": {**spec.configs, **durable}}
                 for name, spec in missing.items()
@@ -324,15 +334,15 @@ class Admin:
         return {number: (name, described[name]) for number, name in names.items() if name in described}
 
     def weaknesses(self) -> list[Weakness]:
-        """Settings and topics with which the loss of one broker loses acknowledged records; none on a single broker. Raises `LogError`."""
+        """Settings without groups or transactions, and those with which one lost broker loses acknowledged records. Raises `LogError`."""
         brokers = self.brokers()
         if len(brokers) == 1:
-            return []
+            return self._impossible(brokers)
         described = self.describe([name for name in self.topics() if is_ours(name)])
         resources = [ConfigResource(ConfigResourceType.BROKER, str(broker), None) for broker in brokers]
         resources += [ConfigResource(ConfigResourceType.TOPIC, name, None) for name in described]
         found = self.request("cannot read the cluster's settings", lambda client: client.describe_configs(resources, config_filter="all"))
-        problems = []
+        problems = self._impossible(brokers)
         if unclean := _with_unclean(found.get("broker", {})):
             why = "an election could lose acknowledged records: set it to false"
             problems.append(Weakness(f"{UNCLEAN} is true on broker {_listed(unclean)}", why))
@@ -343,6 +353,28 @@ class Admin:
             why = "the topic could be lost with one broker: add replicas with kafka-reassign-partitions.sh"
             problems.append(Weakness(f"one copy of {_listed(single)}, on {len(brokers)} brokers", why))
         return problems
+
+    def _impossible(self, brokers: Sequence[int]) -> list[Weakness]:
+        """Internal topics that the cluster cannot make: without them it refuses groups or transactions for ever, as if it were loading."""
+        broker = str(brokers[0])
+        resource = ConfigResource(ConfigResourceType.BROKER, broker, None)
+        try:
+            missing = _INTERNAL.keys() - self.describe(list(_INTERNAL)).keys()
+            found = self.request("cannot read a broker's settings", lambda admin: admin.describe_configs([resource], config_filter="all"))
+        except LogUnreachable:
+            raise
+        except LogError:
+            return []  # this user may see neither, as one with the rights of a role
+        values = {key: value.get("value") for key, value in found["broker"][broker].items()}
+        return [
+            Weakness(
+                f"{_INTERNAL[topic]} is {values[_INTERNAL[topic]]} on {len(brokers)} broker{'s' * (len(brokers) > 1)}: "
+                f"Kafka cannot make its topic {topic}",
+                f"set it to {min(3, len(brokers))} in the brokers' configuration, or start more brokers",
+            )
+            for topic in sorted(missing)
+            if int(values.get(_INTERNAL[topic]) or 0) > len(brokers)
+        ]
 
     def hanging(self, topics: Iterable[str], *, patience_s: float = PATIENCE_S) -> list[Hanging]:
         """Open transactions that no coordinator will end, of these topics and of group offsets; takes `patience_s` if any is open."""

@@ -3,7 +3,7 @@
 import logging
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from kafka import errors
 from kafka.net.compat import KafkaNetClient
 
 from penstock.infra.errors import Fenced, LogError, LogUnreachable, LostPartition, OutcomeUnknown, SendFailed
-from penstock.infra.kafka.client_repairs import faults
+from penstock.infra.kafka.client_repairs import faults, private_api
 from penstock.infra.kafka.settings import Connection, connecting
 
 # Without a handler Python prints the client library's warnings to the terminal; an application that configures logging still gets them.
@@ -136,17 +136,32 @@ def _unreachable(connection: Connection, reason: str, hint: str = "") -> LogUnre
 
 def probe(connection: Connection) -> None:
     """Raise `LogUnreachable` at once, with the cause, if no address accepts connections."""
-    reason = ""
-    servers = connection.servers()
-    timeout_s = min(5.0, connection.unreachable_after_s) / len(servers)
-    for host, port in servers:
+    if reason := _refusal(connection.servers(), connection.unreachable_after_s):
+        raise _unreachable(connection, reason)
+
+
+def probe_advertised(connection: Connection, client: Any) -> None:
+    """Raise `LogUnreachable` if the cluster names only addresses to its clients that accept no connections."""
+    advertised = private_api.advertised(client)
+    if not set(advertised) & set(connection.servers()) and (reason := _refusal(advertised, connection.unreachable_after_s)):
+        raise LogUnreachable(
+            f"the broker at {connection.bootstrap} responds, but tells its clients to connect to "
+            f"{', '.join(':'.join(address) for address in advertised[:3])}, which this machine cannot reach ({reason}): "
+            "set advertised.listeners in the brokers' configuration to addresses that clients reach"
+        )
+
+
+def _refusal(addresses: Sequence[tuple[str, str]], within_s: float) -> str:
+    """Cause for which none of the addresses accepts connections; empty if one does, or there are none."""
+    reason, timeout_s = "", min(5.0, within_s) / max(1, len(addresses))
+    for host, port in addresses:
         try:
             socket.create_connection((host, int(port)), timeout=timeout_s).close()
         except OSError as error:
             reason = getattr(error, "strerror", None) or one_line(error)
         else:
-            return
-    raise _unreachable(connection, reason)
+            return ""
+    return reason
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""A broker with listeners for SCRAM over TLS, OAUTHBEARER tokens and client certificates; the plain one is its administrator's."""
+"""A broker with listeners for SCRAM over TLS, OAUTHBEARER tokens and client certificates; the plain one is its administrator's.
+
+One more listener advertises a name that does not resolve.
+"""
 
 import base64
 import json
@@ -39,7 +42,7 @@ class SecuredBroker:
         self.home, self.certificate = home, home / "cert.pem"
         self._make_certificate(host)
         stock = settings.server_properties
-        self.secure, self.oauth, self.mutual = (f"{host}:{port}" for port in _free_ports(3))
+        self.secure, self.oauth, self.mutual, self.astray = (f"{host}:{port}" for port in _free_ports(4))
         settings.server_properties = lambda **given: self._secured(stock(**given))
         try:
             self.plain = embedded.start(home=home).bootstrap
@@ -103,9 +106,9 @@ class SecuredBroker:
     def _secured(self, text: str) -> str:
         lines = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
         more = f"SECURE://{self.secure},OAUTH://{self.oauth},MUTUAL://{self.mutual}"
-        lines["listeners"] += f",{more}"
-        lines["advertised.listeners"] += f",{more}"
-        lines["listener.security.protocol.map"] += ",SECURE:SASL_SSL,OAUTH:SASL_PLAINTEXT,MUTUAL:SSL"
+        lines["listeners"] += f",{more},ASTRAY://{self.astray}"
+        lines["advertised.listeners"] += f",{more},ASTRAY://broker-0.kafka.invalid:9092"
+        lines["listener.security.protocol.map"] += ",SECURE:SASL_SSL,OAUTH:SASL_PLAINTEXT,MUTUAL:SSL,ASTRAY:PLAINTEXT"
         module = "org.apache.kafka.common.security"
         lines |= {
             "listener.name.secure.sasl.enabled.mechanisms": MECHANISM,

@@ -5,16 +5,19 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
-from penstock.infra.errors import ConfigError, PenstockError
+from penstock.infra.broker import embedded
+from penstock.infra.broker.settings import Listener
+from penstock.infra.errors import ConfigError, PenstockError, RunNotFound
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.paths import run_directory
@@ -32,7 +35,7 @@ from penstock.pipeline.runtime.registration.run_registry import registration, wr
 from penstock.pipeline.runtime.registration.trust import adopt_run
 from tests.support.bare_clients import python_client
 from tests.support.children import end_in_time
-from tests.support.launched import pids, toml_of
+from tests.support.launched import toml_of
 from tests.support.log_helpers import open_transaction, outgoing
 from tests.support.own_broker import OwnBroker
 from tests.support.worker_set import WorkerSet, audited, complete, config_of
@@ -175,44 +178,86 @@ def test_no_name_in_a_store_leads_out_of_the_folder(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "here" / "evil").exists()
 
 
+HOST, GUEST = "10.213.77.1", "10.213.77.2"
+
+
+@contextmanager
+def machine(name: str) -> Iterator[list[str]]:
+    """A network namespace that reaches nothing but HOST; yields the words before a command that runs in it. Its processes end with it."""
+    inside = ["ip", "netns", "exec", name]
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    try:
+        for line in (
+            f"link add {name} type veth peer name eth0 netns {name}",
+            f"link set {name} up",
+            f"route add {GUEST} dev {name}",
+            f"-n {name} link set lo up",
+            f"-n {name} addr add {GUEST}/32 dev eth0",
+            f"-n {name} link set eth0 up",
+            f"-n {name} route add {HOST} dev eth0",
+        ):
+            subprocess.run(["ip", *line.split()], check=True)
+        yield inside
+    finally:
+        found = subprocess.run(["ip", "netns", "pids", name], check=True, capture_output=True, text=True).stdout.split()
+        for pid in map(int, found):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        assert end_in_time(*map(int, found))
+        subprocess.run(["ip", "netns", "del", name], check=True)
+
+
+@pytest.fixture
+def host_address() -> Iterator[None]:
+    """HOST is an address of this machine."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and ip: each machine is a network namespace")
+    subprocess.run(["ip", "addr", "add", f"{HOST}/32", "dev", "lo"], check=True)
+    yield
+    subprocess.run(["ip", "addr", "del", f"{HOST}/32", "dev", "lo"], check=True)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("host_address")
 def test_a_run_whose_machine_is_lost_is_resumed_on_another_that_shares_only_broker_and_store(
     new_home: Callable[[], Path], tiny_model: Path, tmp_path: Path
 ) -> None:
-    broker, first, second, store = OwnBroker(new_home()), new_home(), new_home(), tmp_path / "store"
+    served, first, second, store = new_home(), new_home(), new_home(), tmp_path / "store"
     shutil.copytree(tiny_model, store / "model")
-    bootstrap = broker.start()
-    config = config_of(
-        store / "model", tmp_path, **{**TOY, "run": {"steps": 40, "seed": 7}},
-        data={"source": "tiny:successor", "size": 64, "max_prompt_tokens": 32}, reward={"functions": ["exact_match"]},
-    )  # fmt: skip
+    with socket.create_server((HOST, 0)) as free:
+        port = free.getsockname()[1]
+    local, bootstrap = embedded.start(home=served, listener=Listener(HOST, port, f"{HOST}:{port}")).bootstrap, f"{HOST}:{port}"
+    config = config_of(store / "model", store, **{**TOY, "run": {"steps": 40, "seed": 7}})
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"checkpoint_dir": str(store / "checkpoints")})})
     plain = complete(MemoryLog(), "plain", config.model_copy(update={"trainer": config.trainer.model_copy(update={"checkpoint_every": 0})}))
     keys = ("security_protocol", "sasl_mechanism", "sasl_plain_username", "sasl_plain_password")
-    security = {name: value for name, value in python_client(bootstrap).items() if name in keys}
+    security = {name: value for name, value in python_client(local).items() if name in keys}
 
-    def command(home: Path, *words: str) -> "subprocess.Popen[str]":
+    def command(inside: list[str], home: Path, *words: str) -> "subprocess.Popen[str]":
         environment = {**os.environ, "PENSTOCK_HOME": str(home), "HOME": str(home), "PENSTOCK_SECURITY": json.dumps(security)}
-        line = [sys.executable, "-m", "penstock", "run", *words, "--bootstrap", bootstrap, "--json"]
-        return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        line = [*inside, sys.executable, "-m", "penstock", "run", *words, "--bootstrap", bootstrap, "--json"]
+        return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    with WorkerSet(bootstrap, "moved") as watching:
-        launcher = command(first, str(toml_of(config, tmp_path)), "--run-id", "moved")
-        try:
-            watching.wait(lambda: bool(watching.log.partitions("moved.ledger")) and watching.report()["steps"] >= 5)
-        finally:
-            machine = [launcher.pid, *pids(first, "moved").values()]
-            for pid in machine:
-                psutil.Process(pid).send_signal(signal.SIGKILL)
-            launcher.communicate()
-    assert end_in_time(*machine)
-    shutil.rmtree(first / "runs")
+    with WorkerSet(local, "moved") as watching, machine("penstock-lost") as inside:
+        launcher = command(inside, first, str(toml_of(config, tmp_path)), "--run-id", "moved")
+
+        def trained() -> bool:
+            assert launcher.poll() is None, launcher.communicate()
+            with suppress(RunNotFound):  # its topics are made before it is registered
+                return watching.report()["steps"] >= 5
+            return False
+
+        watching.wait(trained)
+    launcher.communicate()
+    shutil.rmtree(first)
     (store / "model").rename(store / "same-model")
-    resumed = command(second, "--resume", "moved", "--set", f"model.path={store / 'same-model'}", "--trust-code")
-    printed, lines = resumed.communicate(timeout=LIMIT_S)
+    with machine("penstock-next") as inside:
+        resumed = command(inside, second, "--resume", "moved", "--set", f"model.path={store / 'same-model'}", "--trust-code")
+        printed, lines = resumed.communicate(timeout=LIMIT_S)
     assert resumed.returncode == 0, lines
-    assert json.loads(printed)["weights"]["digest"] == plain["weights"]["digest"]
+    report = json.loads(printed)
+    assert report["weights"]["digest"] == plain["weights"]["digest"]
     log = (second / "runs" / "moved" / "logs" / "trainer.log").read_text()
     assert re.search(r"checkpoint of step \d+ loaded in", log)
-    judged = audited(bootstrap, "moved")
+    judged = audited(local, "moved")
     assert judged.clean, as_text(judged)

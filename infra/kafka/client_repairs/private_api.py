@@ -23,6 +23,11 @@ def connected(consumer: Any) -> bool:
     return any(connection.connected for connection in list(consumer._manager._conns.values()))
 
 
+def advertised(admin: Any) -> list[tuple[str, str]]:
+    """Host and port of each broker, as the cluster has named them to a connected admin client."""
+    return [(broker.host, str(broker.port)) for broker in admin._manager.cluster.brokers()]
+
+
 def set_metadata_backoff(consumer: Any, backoff_ms: int) -> None:
     """Set the interval of a reader's metadata requests; the client passes `retry_backoff_ms` to all its parts but this one."""
     consumer._cluster.config["retry_backoff_ms"] = backoff_ms

@@ -1,18 +1,20 @@
 """Copies and elections that lose records are refused and named; the cluster is one broker, counted several times."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from kafka import KafkaAdminClient
 from kafka.admin import ConfigResource, ConfigResourceType
 
+from penstock.infra.broker import embedded, settings
 from penstock.infra.errors import LogError
 from penstock.infra.kafka.admin import UNCLEAN, Admin
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Copies
 from penstock.pipeline.launch import doctor
-from penstock.topics.catalogue import topics_of
+from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from tests.support.bare_clients import python_client
 from tests.support.log_helpers import WAIT_S
 
@@ -71,3 +73,18 @@ def test_what_one_lost_broker_would_take_along_is_named_by_the_doctor_and_when_i
     assert found_by_the_doctor(broker) == [("warn", f"{UNCLEAN} is true of {topic}"), alone]
     set_unclean(admin, BROKER, "1", "true")
     assert found_by_the_doctor(broker) == [("warn", f"{UNCLEAN} is true on broker 1"), alone]
+
+
+def test_a_cluster_that_cannot_make_its_internal_topics_is_refused_at_once_and_named_by_the_doctor(
+    new_home: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, factor = settings.server_properties, "transaction.state.log.replication.factor"
+    monkeypatch.setattr(settings, "server_properties", lambda **given: stock(**given).replace(f"{factor}=1", f"{factor}=3"))
+    bootstrap = embedded.start(home=new_home()).bootstrap
+    problem = f"{factor} is 3 on 1 broker: Kafka cannot make its topic __transaction_state"
+    log = KafkaLog(bootstrap)
+    with pytest.raises(LogError, match=f"^{problem}: set it to 1 in the brokers' configuration, or start more brokers$"):
+        log.create_topics({RUNS_TOPIC: RUNS_SPEC})
+    assert log.topics() == []
+    log.close()
+    assert found_by_the_doctor(bootstrap) == [("warn", problem)]

@@ -1,5 +1,6 @@
 """A broker that asks who one is: SCRAM over TLS, OAUTHBEARER, and one line for who is not let in."""
 
+import re
 import shlex
 import sys
 import time
@@ -84,7 +85,7 @@ def test_a_worker_whose_token_expires_continues_with_a_new_one_on_every_client(s
             sent.append(f"{len(sent)}".encode())
             write_one(outgoing(topic, sent[-1]))
         received += [bytes(record.value) for record in tail.poll(0.2)]
-    received += [bytes(record.value) for record in tail.read_to_end()]
+    received += [bytes(record.value) for record in tail.read_to_end(include_open=True)]
     assert received == sent
     assert log.partitions(topic) == 1
     for client in (producer, transactions, tail, log):
@@ -158,3 +159,13 @@ def test_security_settings_get_the_names_that_librdkafka_knows(given: Any, check
     assert found["sasl.password"] == "secret"
     assert found["ssl.endpoint.identification.algorithm"] == checked
     Consumer({**found, "group.id": "x"}).close()  # refuses a name it does not know
+
+
+def test_a_broker_that_sends_its_clients_to_an_address_out_of_reach_is_one_line(secured: SecuredBroker) -> None:
+    with pytest.raises(LogUnreachable) as refused:
+        KafkaLog(secured.astray)
+    assert re.fullmatch(
+        rf"the broker at {secured.astray} responds, but tells its clients to connect to broker-0\.kafka\.invalid:9092, which this machine "
+        r"cannot reach \([^)]+\): set advertised\.listeners in the brokers' configuration to addresses that clients reach",
+        str(refused.value),
+    )
