@@ -289,9 +289,9 @@ def test_a_run_whose_workers_are_killed_and_into_which_a_stranger_writes_is_clea
         stranger.flush()
         for role, slot in ROLES:
             workers.start(role, slot)
-        ledger = f"{run_id}.ledger", 0
+        ledger, foreign = (f"{run_id}.ledger", 0), len(bad_records(run_id, "ledger"))
         for done, role in enumerate(("rollout-0", "scorer-0", "trainer", "feeder", "tracker"), start=1):
-            worker_set.wait(lambda done=done: worker_set.log.end_offsets([ledger])[ledger] >= 8 * done, limit_s=300.0)
+            worker_set.wait(lambda done=done: worker_set.log.end_offsets([ledger])[ledger] >= foreign + 8 * done, limit_s=300.0)
             killed = {role, "trainer"}  # without a trainer the run cannot end during a slow audit
             for name in killed:
                 workers.kill(name)

@@ -125,7 +125,7 @@ def test_panels_have_data_and_alerts_fire_for_what_happens_to_a_run_and_are_sile
     targets = [f"127.0.0.1:{port + number}" for number in range(WORKERS)]
     (tmp_path / "served").mkdir()
     with launched(str(toml_of(config, tmp_path)), "--run-id", "seen", "--json"), prometheus(tmp_path / "served", targets) as server:
-        until(lambda: len(server.result("penstock_uptime_seconds")) == WORKERS, lambda: server.result("up"))
+        until(lambda: len(server.result("penstock_uptime_seconds")) == WORKERS, lambda: server.result("penstock_uptime_seconds"))
         expressions = panel_expressions()
         assert len(expressions) > 20
         until(lambda: all(map(server.result, expressions)), lambda: [text for text in expressions if not server.result(text)])
