@@ -13,6 +13,7 @@ from kafka.net.compat import KafkaNetClient
 from penstock.infra.errors import Fenced, LogError, LogUnreachable, LostPartition, OutcomeUnknown, SendFailed
 from penstock.infra.kafka.client_repairs import faults, private_api
 from penstock.infra.kafka.settings import Connection, connecting
+from penstock.infra.log import TRANSACTION_S
 
 # Without a handler Python prints the client library's warnings to the terminal; an application that configures logging still gets them.
 logging.getLogger("kafka").addHandler(logging.NullHandler())
@@ -48,18 +49,26 @@ _FORBIDDEN = (
     errors.ClusterAuthorizationFailedError,
     errors.TransactionalIdAuthorizationFailedError,
 )
-REFUSED = (*_FORBIDDEN, errors.SaslAuthenticationFailedError)
+_ADVICE = {
+    # Also in a run of an earlier release, whose rules name fewer topics.
+    **dict.fromkeys(_FORBIDDEN, "create the ACLs that `penstock topics acls RUN` prints"),
+    errors.InvalidSessionTimeoutError: (
+        "set kafka.session_s between the broker's group.min.session.timeout.ms and group.max.session.timeout.ms"
+    ),
+    errors.InvalidTransactionTimeoutError: f"set the broker's transaction.max.timeout.ms to {1000 * TRANSACTION_S:.0f} or more",
+    errors.GroupMaxSizeReachedError: "set the broker's group.max.size to the number of workers of a role or more",
+}
+"""Fix of an error that another attempt does not mend."""
+REFUSED = (*_ADVICE, errors.SaslAuthenticationFailedError)
 
 
 def one_line(error: BaseException) -> str:
-    """Format an error as one line of at most 300 characters, with the fix for a missing right."""
+    """Format an error as one line of at most 300 characters, with the fix for a missing right or a limit of the broker."""
     if isinstance(error, errors.InvalidTimestampError):
         return "the broker rejects the record's timestamp as too far from its own clock: correct this machine's clock"
     text = " ".join(str(error).split()) or type(error).__name__
     text = text if len(text) <= 300 else text[:297] + "..."
-    if isinstance(error, _FORBIDDEN):  # also in a run of an earlier release, whose rules name fewer topics
-        text += "; create the ACLs that `penstock topics acls RUN` prints"
-    return text
+    return f"{text}; {_ADVICE[type(error)]}" if type(error) in _ADVICE else text
 
 
 def translate(error: BaseException, what: str) -> LogError:

@@ -72,14 +72,11 @@ def poll(
     try:
         records = private_api.poll_once(consumer, timeout_s, max_records)
     except edge.REFUSED as error:
-        raise edge.translate(error, "the broker refuses to let this user read") from error
+        raise edge.translate(error, "the broker refuses this reader") from error
     except (errors.OffsetOutOfRangeError, errors.LogTruncationError) as error:
         if ids is not None:
             ids.verify()
         raise RecordMissing(_missing(consumer)) from error
-    except errors.InvalidSessionTimeoutError as error:
-        limits = "the broker's group.min.session.timeout.ms and group.max.session.timeout.ms"
-        raise LogError(f"the broker refuses this session timeout: set kafka.session_s between {limits}") from error
     except (errors.CorruptRecordError, errors.UnsupportedCodecError) as error:
         if read_dead_letters is None or not skip_damaged(consumer, read_dead_letters):
             raise Damaged(_damage(consumer, error)) from error

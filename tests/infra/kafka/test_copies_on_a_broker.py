@@ -1,4 +1,4 @@
-"""Copies and elections that lose records are refused and named; the cluster is one broker, counted several times."""
+"""Settings of a cluster that lose or refuse records are named; the cluster is one broker, for some tests counted several times."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +16,9 @@ from penstock.infra.log import Copies
 from penstock.pipeline.launch import doctor
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from tests.support.bare_clients import python_client
-from tests.support.log_helpers import WAIT_S
+from tests.support.log_helpers import WAIT_S, Heard, listen
 
+FACTOR = "transaction.state.log.replication.factor"
 TOPIC, BROKER = ConfigResourceType.TOPIC, ConfigResourceType.BROKER
 
 
@@ -75,16 +76,35 @@ def test_what_one_lost_broker_would_take_along_is_named_by_the_doctor_and_when_i
     assert found_by_the_doctor(broker) == [("warn", f"{UNCLEAN} is true on broker 1"), alone]
 
 
-def test_a_cluster_that_cannot_make_its_internal_topics_is_refused_at_once_and_named_by_the_doctor(
-    new_home: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stock, factor = settings.server_properties, "transaction.state.log.replication.factor"
-    monkeypatch.setattr(settings, "server_properties", lambda **given: stock(**given).replace(f"{factor}=1", f"{factor}=3"))
-    bootstrap = embedded.start(home=new_home()).bootstrap
-    problem = f"{factor} is 3 on 1 broker: Kafka cannot make its topic __transaction_state"
-    log = KafkaLog(bootstrap)
+@pytest.fixture(scope="module")
+def limited(new_home: Callable[[], Path]) -> str:
+    """A broker that cannot make its topic of transactions, and whose groups have one member at most."""
+    stock = settings.server_properties
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settings, "server_properties", lambda **given: f"{stock(**given)}\n{FACTOR}=3\ngroup.max.size=1\n")
+        return embedded.start(home=new_home()).bootstrap
+
+
+def test_a_cluster_that_cannot_make_its_internal_topics_is_refused_at_once_and_named_by_the_doctor(limited: str) -> None:
+    problem = f"{FACTOR} is 3 on 1 broker: Kafka cannot make its topic __transaction_state"
+    log = KafkaLog(limited)
     with pytest.raises(LogError, match=f"^{problem}: set it to 1 in the brokers' configuration, or start more brokers$"):
         log.create_topics({RUNS_TOPIC: RUNS_SPEC})
-    assert log.topics() == []
+    assert log.partitions(RUNS_TOPIC) is None
     log.close()
-    assert found_by_the_doctor(bootstrap) == [("warn", problem)]
+    assert ("warn", problem) in found_by_the_doctor(limited)
+
+
+def test_a_limit_of_the_broker_that_no_retry_lifts_is_one_line_with_its_setting(limited: str, log: KafkaLog, run_id: str) -> None:
+    with pytest.raises(LogError, match=r"INVALID_TRANSACTION_TIMEOUT.*; set the broker's transaction\.max\.timeout\.ms to 10000 or more$"):
+        log.transactions(f"{run_id}.writer", timeout_s=7200.0)
+    admin, other = KafkaAdminClient(**python_client(limited)), KafkaLog(limited)
+    admin.create_topics({"crowded": {"num_partitions": 2, "replication_factor": 1}}, timeout_ms=20_000)
+    admin.close()
+    first = Heard(other.member("crowd", ["crowded"]))
+    listen(first, until=lambda: len(first.owned) == 2)
+    second = other.member("crowd", ["crowded"])
+    with pytest.raises(LogError, match=r"GROUP_MAX_SIZE_REACHED.*; set the broker's group\.max\.size to the number of workers"):
+        second.take(WAIT_S)
+    for client in (first.member, second, other):
+        client.close()
