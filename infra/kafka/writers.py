@@ -322,6 +322,7 @@ class KafkaTransactions:
 
     def _open_failed(self, error: errors.KafkaError | LogError, deadline: float) -> None:
         """Raise unless another attempt may succeed."""
+        error = private_api.specific(error)
         if isinstance(error, errors.ProducerFencedError):
             self._adopt_own_epoch(error)
         elif isinstance(error, LogError) and not isinstance(error, LogUnreachable):

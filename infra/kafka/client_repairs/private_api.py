@@ -1,5 +1,6 @@
 """Access to private parts of kafka-python: time limits and state that its public calls lack."""
 
+import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -139,6 +140,12 @@ def first_error(producer: Any) -> Exception | None:
     """The error that put a transactional producer into its error state; None if it is not in that state."""
     error: Exception | None = producer._transaction_manager.last_error
     return error
+
+
+def specific(error: Exception) -> Any:
+    """The broker's error in a general one: of some requests the client names errors that it does not expect only in its text."""
+    number = re.search(r"\[Error (\d+)\]", str(error)) if type(error) is errors.KafkaError else None
+    return error if number is None else errors.for_code(int(number[1]))()
 
 
 def init_transactions(producer: Any, identity: Any, timeout_s: float) -> None:

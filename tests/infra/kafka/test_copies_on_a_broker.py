@@ -96,15 +96,15 @@ def test_a_cluster_that_cannot_make_its_internal_topics_is_refused_at_once_and_n
 
 
 def test_a_limit_of_the_broker_that_no_retry_lifts_is_one_line_with_its_setting(limited: str, log: KafkaLog, run_id: str) -> None:
-    with pytest.raises(LogError, match=r"INVALID_TRANSACTION_TIMEOUT.*; set the broker's transaction\.max\.timeout\.ms to 10000 or more$"):
-        log.transactions(f"{run_id}.writer", timeout_s=7200.0)
+    with pytest.raises(LogError, match=r"InvalidTransactionTimeoutError; set the broker's transaction\.max\.timeout\.ms to 10000 or more$"):
+        log.transactions(f"{run_id}.writer", timeout_s=7200.0, give_up_s=WAIT_S)
     admin, other = KafkaAdminClient(**python_client(limited)), KafkaLog(limited)
     admin.create_topics({"crowded": {"num_partitions": 2, "replication_factor": 1}}, timeout_ms=20_000)
     admin.close()
     first = Heard(other.member("crowd", ["crowded"]))
     listen(first, until=lambda: len(first.owned) == 2)
     second = other.member("crowd", ["crowded"])
-    with pytest.raises(LogError, match=r"GROUP_MAX_SIZE_REACHED.*; set the broker's group\.max\.size to the number of workers"):
+    with pytest.raises(LogError, match=r"GroupMaxSizeReachedError.*; set the broker's group\.max\.size to the number of workers"):
         second.take(WAIT_S)
     for client in (first.member, second, other):
         client.close()
