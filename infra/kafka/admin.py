@@ -1,13 +1,13 @@
-"""Creates, checks, lists and deletes topics of a Kafka cluster, looks up offsets, and ends transactions that the cluster has lost."""
+"""Creates, checks, lists and deletes topics of a Kafka cluster, and looks up offsets."""
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from kafka import KafkaAdminClient, TopicPartition, errors
-from kafka.admin import ConfigResource, ConfigResourceType, OffsetSpec, ProducerState, TransactionDescription, TransactionState
+from kafka.admin import ConfigResource, ConfigResourceType, OffsetSpec
 from kafka.protocol.consumer import IsolationLevel
 
 from penstock.infra.errors import LogError, LogUnreachable
@@ -17,32 +17,21 @@ from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.cpu_meter import CpuCosts
 from penstock.infra.kafka.outage import Contact, Wait
 from penstock.infra.kafka.settings import Connection
-from penstock.infra.log import FOLLOWING, TRANSACTION_S, Copies, Partition
+from penstock.infra.log import FOLLOWING, Copies, Partition
 from penstock.topics.catalogue import TopicSpec, is_ours
 
 T = TypeVar("T")
 
 UNCLEAN = "unclean.leader.election.enable"
 LISTED = 5
-PATIENCE_S = TRANSACTION_S + 5.0
-"""An active transaction ends within `TRANSACTION_S`, and the last stable offset moves past it."""
 _LEAST = ("max.message.bytes", "min.insync.replicas")
 """Settings of which an existing topic may have a larger value."""
 _ANY = ("segment.bytes", "file.delete.delay.ms")
 """Settings of which an existing topic may have any value: they only determine how soon disk is freed, and some services fix them."""
 GROUP_OFFSETS = "__consumer_offsets"
-"""Kafka's topic of group offsets: an end lost there hides the start offset from the next owner of a partition."""
 _INTERNAL = {GROUP_OFFSETS: "offsets.topic.replication.factor", "__transaction_state": "transaction.state.log.replication.factor"}
 """Topics that the cluster makes at the first use of groups and transactions, and the broker setting of their replicas."""
 
-_ENDING = (TransactionState.PREPARE_COMMIT, TransactionState.PREPARE_ABORT, TransactionState.PREPARE_EPOCH_FENCE)
-_DECIDED = {
-    TransactionState.PREPARE_COMMIT: True,
-    TransactionState.COMPLETE_COMMIT: True,
-    TransactionState.PREPARE_ABORT: False,
-    TransactionState.PREPARE_EPOCH_FENCE: False,
-    TransactionState.COMPLETE_ABORT: False,
-}
 _UNKNOWN_TOPIC = 3  # Kafka's error code UNKNOWN_TOPIC_OR_PARTITION
 
 
@@ -68,33 +57,6 @@ class Weakness(NamedTuple):
 
     problem: str
     fix: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hanging:
-    """An open transaction in one partition that no coordinator will end.
-
-    A coordinator takes a partition without a leader for deleted: it writes no end there and marks the transaction as complete (Apache Kafka
-    4.1 to 4.3.1, KAFKA-20734). Readers of committed records then wait there for ever, and the next action of the same producer in the
-    partition also decides about these records. A transaction that its coordinator may still end is left alone, and only the coordinator's
-    decision is written.
-    """
-
-    topic: str
-    partition: int
-    offset: int
-    """Offset of its first record, at which readers of committed records wait."""
-    producer_id: int
-    epoch: int
-    transactional_id: str | None
-    """None if no coordinator has the producer."""
-    committed: bool | None
-    """The coordinator's decision; None if it is lost."""
-
-    def __str__(self) -> str:
-        decided = {True: "was committed", False: "was aborted", None: "ended with an unknown outcome"}[self.committed]
-        owner = self.transactional_id or f"producer {self.producer_id}"
-        return f"{self.topic}/{self.partition}: the transaction of {owner} at offset {self.offset} {decided}, but its end marker is missing"
 
 
 class Admin:
@@ -317,22 +279,6 @@ class Admin:
         described = descriptions[transactional_id]
         return Holder(described.producer_id, described.producer_epoch)
 
-    def producers(self, partitions: Iterable[Partition]) -> dict[Partition, list[ProducerState]]:
-        """Partition -> the producers that have recently written to it."""
-        tps = [TopicPartition(*partition) for partition in partitions]
-        states = self.request("cannot look up the producers", lambda client: client.describe_producers(tps)) if tps else {}
-        return {(tp.topic, tp.partition): list(state.active_producers) for tp, state in states.items()}
-
-    def transactions_of(self, producer_ids: Collection[int]) -> dict[int, tuple[str, TransactionDescription]]:
-        """Producer id -> its transactional id and its coordinator's description; omits producers that no coordinator has."""
-        if not producer_ids:
-            return {}
-        ids = list(producer_ids)
-        listed = self.request("cannot list transactions", lambda client: client.list_transactions(producer_id_filters=ids))
-        names = {listing.producer_id: listing.transactional_id for of_broker in listed.values() for listing in of_broker}
-        described = self.request("cannot look up transactions", lambda client: client.describe_transactions(list(names.values())))
-        return {number: (name, described[name]) for number, name in names.items() if name in described}
-
     def weaknesses(self) -> list[Weakness]:
         """Settings without groups or transactions, and those with which one lost broker loses acknowledged records. Raises `LogError`."""
         brokers = self.brokers()
@@ -376,29 +322,6 @@ class Admin:
             if int(values.get(_INTERNAL[topic]) or 0) > len(brokers)
         ]
 
-    def hanging(self, topics: Iterable[str], *, patience_s: float = PATIENCE_S) -> list[Hanging]:
-        """Open transactions that no coordinator will end, of these topics and of group offsets; takes `patience_s` if any is open."""
-        partitions = [(topic, number) for topic in (*topics, GROUP_OFFSETS) for number in range(self.partitions(topic) or 0)]
-        before = _open_offsets(self, partitions)
-        if not before:
-            return []
-        time.sleep(patience_s)
-        after = _open_offsets(self, before)
-        stuck = [partition for partition, offset in after.items() if before[partition] == offset]
-        producers = self.producers(stuck)
-        first = {tp: state for tp in stuck for state in producers[tp] if state.current_transaction_start_offset == after[tp]}
-        transactions = self.transactions_of({state.producer_id for state in first.values()})
-        results = [_hanging(tp, state, transactions.get(state.producer_id)) for tp, state in first.items()]
-        return [hanging for hanging in results if hanging is not None]
-
-    def end_hanging(self, hanging: Hanging, *, commit: bool) -> None:
-        """Write the missing end marker; requires the right to alter the cluster. Raises `LogError`."""
-        where = TopicPartition(hanging.topic, hanging.partition)
-        self.request(
-            f"cannot end the transaction at {hanging.topic}/{hanging.partition}/{hanging.offset}",
-            lambda client: private_api.write_end_marker(client, where, hanging.producer_id, hanging.epoch, commit=commit),
-        )
-
     def take_spare(self) -> Any:
         """A connected consumer without partitions; None if there is none."""
         with self._lock:
@@ -441,31 +364,3 @@ def _with_unclean(settings: dict[str, dict[str, Any]]) -> list[str]:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
-
-
-def _open_offsets(admin: Admin, partitions: Iterable[Partition]) -> dict[Partition, int]:
-    """Partition -> start offset of its oldest open transaction; omits partitions without one."""
-    partitions = list(partitions)
-    readable, written = (admin.offsets(partitions, end=True, committed=committed) for committed in (True, False))
-    return {partition: readable[partition] for partition in partitions if readable[partition] < written[partition]}
-
-
-def _hanging(partition: Partition, state: ProducerState, transaction: tuple[str, TransactionDescription] | None) -> Hanging | None:
-    """Describe a hanging transaction; None while its coordinator has it open or may still end it in this partition."""
-    name, described = transaction if transaction is not None else (None, None)
-    committed = None
-    if described is not None:
-        if TopicPartition(*partition) in described.topic_partitions and described.state in (TransactionState.ONGOING, *_ENDING):
-            return None
-        # Since Kafka 4.0 the end of a transaction raises the epoch by one; a larger difference means another transaction.
-        if described.producer_epoch - state.producer_epoch in (0, 1):
-            committed = _DECIDED.get(described.state)
-    return Hanging(
-        topic=partition[0],
-        partition=partition[1],
-        offset=state.current_transaction_start_offset,
-        producer_id=state.producer_id,
-        epoch=state.producer_epoch,
-        transactional_id=name,
-        committed=committed,
-    )

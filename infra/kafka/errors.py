@@ -1,6 +1,7 @@
 """Creates clients of the client library and translates its errors into ours."""
 
 import logging
+import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -87,7 +88,10 @@ def translate(error: BaseException, what: str) -> LogError:
     return LogError(text)
 
 
-_REFUSAL = re.compile(r"Authentication failed[^)]*|CERTIFICATE_VERIFY_FAILED[^(\]]*")
+_REFUSAL = re.compile(r"Authentication failed[^)]*|(?<=\] )[^(\]]*(?= \(_ssl\.c)")
+_CAUSE = re.compile(r"Bootstrap connection to \S+ failed: (?:KafkaConnectionError: )?(.*?)(?: \(backoff .*)?")
+_TLS_ALERT = "Invalid frame length: 352518"
+"""The client takes the first bytes of an alert, 0x15 and the version of TLS, for a length."""
 
 
 class _Reasons(logging.Handler):
@@ -101,8 +105,8 @@ class _Reasons(logging.Handler):
         text = record.getMessage()
         if match := _REFUSAL.search(text):
             self.refused = match[0]
-        if "Bootstrap connection" not in text or not self.last:
-            self.last = text
+        if match := _CAUSE.fullmatch(text):
+            self.last = "its listener has TLS: set security_protocol to SSL or SASL_SSL" if _TLS_ALERT in text else match[1]
 
 
 def make(kind: Callable[..., Any], connection: Connection, settings: dict[str, Any]) -> Any:
@@ -126,10 +130,12 @@ def make(kind: Callable[..., Any], connection: Connection, settings: dict[str, A
             reason = one_line(RuntimeError(reasons.refused))
             raise LogUnreachable(
                 f"the TLS handshake with the broker at {connection.bootstrap} failed ({reason}): "
-                "check the certificates in --security, PENSTOCK_SECURITY or kafka.security"
+                "check login and certificates in --security, PENSTOCK_SECURITY or kafka.security, and that this listener has TLS"
             ) from None
         raise _unreachable(
-            connection, reasons.last or one_line(error), "; if the broker requires a password, put it into PENSTOCK_SECURITY"
+            connection,
+            reasons.last or one_line(error),
+            "; TLS and passwords are set by --security and PENSTOCK_SECURITY",
         ) from None
     finally:
         net_log.removeHandler(reasons)
@@ -144,7 +150,11 @@ def _unreachable(connection: Connection, reason: str, hint: str = "") -> LogUnre
 
 
 def probe(connection: Connection) -> None:
-    """Raise `LogUnreachable` at once, with the cause, if no address accepts connections."""
+    """Raise `LogError` for an unreadable certificate file, and `LogUnreachable`, with the cause, if no address accepts connections."""
+    security = connection.credentials()
+    for name in ("ssl_cafile", "ssl_certfile", "ssl_keyfile"):
+        if name in security and not os.access(str(security[name]), os.R_OK):
+            raise LogError(f"kafka security setting {name}: {security[name]} does not exist or cannot be read")
     if reason := _refusal(connection.servers(), connection.unreachable_after_s):
         raise _unreachable(connection, reason)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.infra.kafka.hanging import end_hanging, hanging_transactions
 from penstock.pipeline.cli.options import Bootstrap, Json, Run, RunOrFolder, Security, at, emit, notify, on_broker, reading, refuse_folder
 from penstock.pipeline.runtime.reporting.log_lines import print_json
 
@@ -247,13 +248,13 @@ def unblock(
     """List transactions whose end the cluster has lost, so that readers wait for them; --yes writes the missing ends."""
 
     with on_broker(run, bootstrap, security, executes=True) as (log, run_id):
-        hanging = log.hanging(log.topics(f"{run_id}."))
+        hanging = hanging_transactions(log, log.topics(f"{run_id}."))
         ended = (
             [(transaction, commit if transaction.committed is None else transaction.committed) for transaction in hanging] if yes else []
         )
         for transaction, decided in ended:
             if decided is not None:
-                log.end_hanging(transaction, commit=decided)
+                end_hanging(log, transaction, commit=decided)
     if json:
         emit({"hanging": hanging, "ended": sum(decided is not None for _, decided in ended)})
         return

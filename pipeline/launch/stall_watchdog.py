@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from penstock.infra.errors import LogError
+from penstock.infra.kafka.hanging import end_hanging, hanging_transactions
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.pipeline.inspect.live.frame import waiting_for as waits_of_workers
@@ -65,11 +66,11 @@ class Watchdog:
 def unblock(log: KafkaLog, run: str, notify: Callable[[str], None]) -> None:
     """Write the missing end markers of transactions in a run's topics, if the decision on each is recorded."""
     try:
-        for transaction in log.hanging(log.topics(f"{run}.")):
+        for transaction in hanging_transactions(log, log.topics(f"{run}.")):
             if transaction.committed is None:
                 notify(f"{transaction}. End it with: penstock topics unblock {run}")
             else:
-                log.end_hanging(transaction, commit=transaction.committed)
+                end_hanging(log, transaction, commit=transaction.committed)
                 notify(f"{transaction}; the end marker has now been written")
     except LogError as error:
         notify(f"cannot search for hanging transactions, which may block the run: {error}")

@@ -169,3 +169,22 @@ def test_a_broker_that_sends_its_clients_to_an_address_out_of_reach_is_one_line(
         r"cannot reach \([^)]+\): set advertised\.listeners in the brokers' configuration to addresses that clients reach",
         str(refused.value),
     )
+
+
+def test_a_connection_that_a_listener_refuses_is_one_line_with_the_cause(secured: SecuredBroker, tmp_path: Path) -> None:
+    certified, no_text = secured.certify("erin"), tmp_path / "no.pem"
+    no_text.write_text("no certificate")
+    anonymous = {name: value for name, value in certified.items() if name not in ("ssl_certfile", "ssl_keyfile")}
+    cases: list[tuple[str, Mapping[str, Any], str]] = [
+        (secured.mutual, {}, r"cannot reach .* \(its listener has TLS: set security_protocol to SSL or SASL_SSL\)"),
+        (secured.oauth, certified, r"TLS handshake .* failed \(EOF .*\): .* that this listener has TLS$"),
+        (secured.mutual, anonymous, r"TLS handshake .* failed \(.* alert .*certificate.*\)"),
+        (secured.mutual.replace("127.0.0.1", "localhost"), certified, r"TLS handshake .* \(certificate verify failed: .*'localhost'"),
+        (secured.mutual, {**certified, "ssl_cafile": str(no_text)}, r"TLS handshake .* failed \(no certificate or crl found\)"),
+    ]
+    for bootstrap, security, message in cases:
+        with pytest.raises(LogUnreachable, match=message) as refused:
+            KafkaLog(bootstrap, security=security, unreachable_after_s=3.0)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(LogError, match=r"^kafka security setting ssl_keyfile: /no/such\.key does not exist or cannot be read$"):
+        KafkaLog(secured.mutual, security={**certified, "ssl_keyfile": "/no/such.key"})

@@ -11,6 +11,7 @@ from kafka.admin import ConfigResource, ConfigResourceType
 
 from penstock.infra.errors import LogError, Unrecoverable
 from penstock.infra.kafka.client_repairs import private_api
+from penstock.infra.kafka.hanging import hanging_transactions
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import FOLLOWING, Copies
 from penstock.pipeline.launch import doctor
@@ -212,18 +213,18 @@ def test_an_end_that_the_cluster_has_lost_is_found_and_written_as_it_was_decided
     left.begin_transaction()
     left.produce(topic, value=b"decided", partition=0)
     left.flush()
-    assert log.hanging([topic], patience_s=0.1) == [], "its writer is at work"
+    assert hanging_transactions(log, [topic], patience_s=0.1) == [], "its writer is at work"
     cluster.kill(leader)
     cluster.wait(lambda: cluster.partition(topic, 0)["leader_id"] == -1, f"{topic} has no leader")
     (left.commit_transaction if commit else left.abort_transaction)(WAIT_S)
     cluster.start()
-    (found,) = log.hanging([topic], patience_s=1.0)
+    (found,) = hanging_transactions(log, [topic], patience_s=1.0)
     assert (found.topic, found.partition, found.offset, found.transactional_id, found.committed) == (topic, 0, 0, writer, commit)
     assert log.end_offsets([(topic, 0)])[topic, 0] == 0
     unblock(log, run, said.append)
     assert said == [f"{found}; the end marker has now been written"]
     assert values(log, topic) == [b"decided"] * commit
-    assert log.hanging([topic], patience_s=0.1) == []
+    assert hanging_transactions(log, [topic], patience_s=0.1) == []
 
 
 @pytest.mark.slow
