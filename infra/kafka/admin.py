@@ -306,12 +306,12 @@ class Admin:
         resource = ConfigResource(ConfigResourceType.BROKER, broker, None)
         try:
             missing = _INTERNAL.keys() - self.describe(list(_INTERNAL)).keys()
-            found = self.request("cannot read a broker's settings", lambda admin: admin.describe_configs([resource], config_filter="all"))
+            configs = self.request("cannot read a broker's settings", lambda admin: admin.describe_configs([resource], config_filter="all"))
         except LogUnreachable:
             raise
         except LogError:
             return []  # this user may see neither, as one with the rights of a role
-        values = {key: value.get("value") for key, value in found["broker"][broker].items()}
+        values = {key: value.get("value") for key, value in configs["broker"][broker].items()}
         return [
             Weakness(
                 f"{_INTERNAL[topic]} is {values[_INTERNAL[topic]]} on {len(brokers)} broker{'s' * (len(brokers) > 1)}: "

@@ -199,11 +199,11 @@ def machine(name: str) -> Iterator[list[str]]:
             subprocess.run(["ip", *line.split()], check=True)
         yield inside
     finally:
-        found = subprocess.run(["ip", "netns", "pids", name], check=True, capture_output=True, text=True).stdout.split()
-        for pid in map(int, found):
+        running = subprocess.run(["ip", "netns", "pids", name], check=True, capture_output=True, text=True).stdout.split()
+        for pid in map(int, running):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        assert end_in_time(*map(int, found))
+        assert end_in_time(*map(int, running))
         subprocess.run(["ip", "netns", "del", name], check=True)
 
 

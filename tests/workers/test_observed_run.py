@@ -79,7 +79,7 @@ class Prometheus:
 
 
 @contextmanager
-def prometheus(folder: Path, targets: list[str]) -> Iterator[Prometheus]:
+def prometheus(folder: Path, targets: list[str], port: int) -> Iterator[Prometheus]:
     rules = (OBSERVE / "rules.yml").read_text()
     (folder / "rules.yml").write_text(rules)
     soon = re.sub(r"\b(?:30m|10m|5m|2m|1m|15m|1h|1800)\b", lambda match: SOON[match[0]], rules)
@@ -87,7 +87,6 @@ def prometheus(folder: Path, targets: list[str]) -> Iterator[Prometheus]:
     text = (OBSERVE / "prometheus.yml").read_text()
     text = re.sub(r"10s", "1s", text).replace("[rules.yml]", "[rules.yml, soon.yml]")
     (folder / "prometheus.yml").write_text(re.sub(r"targets: \[.*\]", f"targets: {json.dumps(targets)}", text))
-    port = free_ports(1)
     command = ["prometheus", "--config.file", str(folder / "prometheus.yml"), "--storage.tsdb.path", str(folder / "series")]
     with (
         (folder / "prometheus.log").open("w") as output,
@@ -115,7 +114,7 @@ def panel_expressions() -> list[str]:
 def test_panels_have_data_and_alerts_fire_for_what_happens_to_a_run_and_are_silent_before(
     new_home: Callable[[], Path], tiny_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    home, port = new_home(), free_ports(WORKERS)
+    home, port = new_home(), free_ports(WORKERS + 1)
     monkeypatch.setenv("PENSTOCK_HOME", str(home))
     config = config_of(
         tiny_model, tmp_path, run={"steps": 100_000, "health_port": port}, data={"limit": 30}, trainer={"checkpoint_every": 5, "lr": 1e-6},
@@ -124,7 +123,10 @@ def test_panels_have_data_and_alerts_fire_for_what_happens_to_a_run_and_are_sile
     broker = embedded.start().bootstrap
     targets = [f"127.0.0.1:{port + number}" for number in range(WORKERS)]
     (tmp_path / "served").mkdir()
-    with launched(str(toml_of(config, tmp_path)), "--run-id", "seen", "--json"), prometheus(tmp_path / "served", targets) as server:
+    with (
+        launched(str(toml_of(config, tmp_path)), "--run-id", "seen", "--json"),
+        prometheus(tmp_path / "served", targets, port + WORKERS) as server,
+    ):
         until(lambda: len(server.result("penstock_uptime_seconds")) == WORKERS, lambda: server.result("penstock_uptime_seconds"))
         expressions = panel_expressions()
         assert len(expressions) > 20
