@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     start_s = statistics.median(each["process_s"] for each in replays) - times["replay_s"]
     ratio = times["replay_s"] / times["recorded_busy_s"]
     outcomes = {(each["steps"], each["matching_steps"], each["digests_compared"]) for each in replays}
-    print(f"run {run}: " + "; ".join(f"{n} steps, {m} equal bit for bit, {d} weights digests compared" for n, m, d in sorted(outcomes)))
+    print(f"run {run}: " + "; ".join(f"{n} steps, {m} bit-identical, {d} weight digests compared" for n, m, d in sorted(outcomes)))
     print(f"recorded trainer busy  {times['recorded_busy_s']:8.2f} s")
     print(f"replayed steps         {times['replay_s']:8.2f} s, {times['compute_s']:.2f} s of them computing (median of {len(replays)})")
     print(f"ratio                  {ratio:8.2f}   limit {RATIO_LIMIT}")

@@ -60,11 +60,8 @@ class State:
 
     run: str
     steps: int
-    """Optimizer steps done."""
     version: int
-    """The newest published version."""
     digest: str
-    """Digest of the weights."""
     seq: int
     """Number of the ledger's last entry when the checkpoint was started."""
 
@@ -75,10 +72,10 @@ class Recorded:
 
     run: str
     steps: int
-    """Committed steps."""
+    """Number of committed steps."""
     seq: int
     versions: Collection[int]
-    """Published versions."""
+    """Numbers of the published policy versions."""
     digests: Mapping[int, Collection[str]]
     """Steps done -> digests of the checkpoints recorded at that point."""
 

@@ -24,7 +24,6 @@ SESSION_S = 6.0
 """A group member that is silent for this long loses its partitions: the least a broker allows by default."""
 
 Partition = tuple[str, int]
-"""Topic name and partition number."""
 
 Start = int | Literal["earliest", "latest"]
 """Start of a tail: an offset, the first retained record, or the end, for records written from then on."""

@@ -26,7 +26,6 @@ class TokenBatch:
     behaviour_logprobs: npt.NDArray[np.float32]
     """[B, L-1] logprob with which token t + 1 was sampled; 0 outside `completion_mask`."""
     advantages: npt.NDArray[np.float32]
-    """[B] one advantage per sequence."""
     temperatures: npt.NDArray[np.float32]
     """[B] sampling temperatures, by which the learner's logits are divided."""
     groups: npt.NDArray[np.int64]
@@ -40,7 +39,6 @@ class TokenBatch:
 
     @property
     def tokens(self) -> int:
-        """Number of trained tokens."""
         return int(self.completion_mask.sum())
 
     def logit_columns(self) -> npt.NDArray[np.int64]:

@@ -107,7 +107,6 @@ class BackendSettings:
 
     @property
     def alpha(self) -> float:
-        """LoRA's alpha."""
         return 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
 
     def learning_rate(self, step: int) -> float:

@@ -287,7 +287,6 @@ class TorchBackend(LocalModel):
         self.offloaded: list[torch.Tensor] = []
         """Tensors that are on the host while the backend sleeps."""
         self.host: list[torch.Tensor] = []
-        """Pinned memory for them."""
         self.large = self.device.type == "cpu" and sum(parameter.nbytes for parameter in self.parameters) > LARGE_MODEL_BYTES
         self.ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 

@@ -52,13 +52,13 @@ class ValueHead:
         self.optimizer.zero_grad(set_to_none=True)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Weights and moments."""
+        """The head's weights and its optimizer moments."""
         yield from self.parameters
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def state(self) -> dict[str, Any]:
-        """Weights and moments, for a checkpoint."""
+        """The head's weights and optimizer moments, as stored in a checkpoint."""
         return {"parameters": [parameter.detach() for parameter in self.parameters], "optimizer": self.optimizer.state_dict()}
 
     @torch.no_grad()

@@ -50,7 +50,6 @@ class BrokerInfo:
     pid: int | None
     running: bool
     home: Path
-    """The state directory."""
     log_file: Path
     started_s: float | None
     """Seconds from the start until the broker served; 0.0 if it ran already, None from `status`."""

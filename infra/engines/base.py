@@ -158,7 +158,6 @@ class EngineSettings:
     """Settings of all engines; each uses some of them."""
 
     directory: Path
-    """Directory of the model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     float32_head: bool = False
     """Compute logits in float32 where the model is bfloat16."""
@@ -166,7 +165,6 @@ class EngineSettings:
     threads: int = 1
     seed: int = 0
     concurrency: int = 64
-    """Number of concurrent samples."""
     longest: int | None = None
     """Tokens of the longest prompt with its completion, which bound the memory of the KV cache."""
     kv_cache: Literal["recompute", "keep"] = "recompute"

@@ -79,7 +79,6 @@ class TopicIds:
         self._doubted = 0.0
 
     def add(self, topics: Iterable[str]) -> None:
-        """Watch further topics."""
         for topic in topics:
             self._first.setdefault(topic, None)
 

@@ -213,7 +213,7 @@ class KafkaMember:
         return private_api.lag(self._consumer) + self._buffer.waiting
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Leave the group, within `timeout_s`."""
+        """Leave the consumer group; wait at most `timeout_s`."""
         self._closing = True
         self._buffer.wake()
         self._thread.join(timeout_s)

@@ -169,7 +169,7 @@ class Outage:
         return now - self._since
 
     def end(self) -> None:
-        """Record that data has arrived."""
+        """End the outage, because the broker has responded."""
         self._received = self._since = self._checked = time.monotonic()
         self._down = False
         self._wait.responded()

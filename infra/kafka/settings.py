@@ -103,7 +103,6 @@ def _has_token(security: Mapping[str, Any]) -> bool:
 
 
 def common(connection: Connection) -> dict[str, Any]:
-    """Settings of every client."""
     security = connection.credentials()
     return {
         "bootstrap_servers": [server.strip() for server in connection.bootstrap.split(",")],
@@ -195,7 +194,7 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
         self._token, self._reuse_until = "", 0.0
 
     def token(self) -> str:
-        """A token that is valid now."""
+        """Return an OAuth token that is valid now."""
         if self._file is not None:
             return self._checked(self._read(), self._file)
         if time.monotonic() >= self._reuse_until:

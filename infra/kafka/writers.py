@@ -120,7 +120,6 @@ class KafkaProducerOfRecords:
                 raise SendFailed(f"cannot write to {outgoing.topic}/{outgoing.partition}: {edge.one_line(error)}") from error
 
     def _settle(self, size: int, failure: LogError | None) -> None:
-        """Record that a send was acknowledged or has failed."""
         if failure is None:
             self._wait.responded(more=True)
         elif self._failure is None:
@@ -357,7 +356,7 @@ class KafkaTransactions:
         return Fenced(f"another process now writes with the transactional id {self._id}: this process must stop")
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Stop, within `timeout_s`."""
+        """Stop the writer; wait at most `timeout_s`."""
         if self._kafka is not None:
             kafka, self._kafka = self._kafka, None
             self._costs.unwatch(private_api.io_thread(kafka))

@@ -234,7 +234,7 @@ def runs_of(client: Any, experiment: str, run: str) -> list[Any]:
 
 
 def metrics_of(entities: Any, points: Sequence[Point]) -> list[Any]:
-    """Points as MLflow's client takes them."""
+    """Convert points to metrics of the MLflow client."""
     return [entities.Metric(nameable(point.key), float(point.value), point.timestamp_ms, point.step) for point in points]
 
 

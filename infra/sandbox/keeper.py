@@ -50,7 +50,6 @@ def limit(kind: int, most: int, *, for_good: bool = True) -> None:
 
 
 def prctl(option: int, value: int) -> None:
-    """Call Linux's prctl on this process."""
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 

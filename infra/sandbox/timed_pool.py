@@ -136,7 +136,7 @@ class _Child(PipedChild, Generic[Key]):
     def __init__(self, target: str, rules: ChildRules, *, deadline: float) -> None:
         super().__init__(target, rules)
         self.deadline = deadline
-        """Deadline of its start."""
+        """Time by which the child must have started."""
         self.doing = ""
         """Its current work, as it last reported it."""
         self.calls: dict[int, _Call[Key]] = {}

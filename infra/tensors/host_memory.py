@@ -15,7 +15,7 @@ from penstock.infra.paths import locked
 from penstock.infra.tensors.stream import TensorBytes, expected_nbytes
 
 NONE = -1
-"""Version of memory without one."""
+"""Version number of memory that has no weights yet."""
 HEAD_BYTES = 4096
 """Bytes before the tensors: version, length of its digest, the digest."""
 MOST_IDLE = 2
@@ -25,7 +25,7 @@ RECENT = 3
 _READ_ONLY = 8
 """CUDA's flag for memory that a device only reads."""
 _mapped: weakref.WeakValueDictionary[int, "HostMemory"] = weakref.WeakValueDictionary()
-"""Address -> memory of this process."""
+"""Address -> memory that this process has mapped there."""
 
 
 def is_supported() -> bool:
@@ -87,7 +87,7 @@ class HostMemory(mmap.mmap):
 
     @property
     def data(self) -> memoryview:
-        """The bytes after the head."""
+        """Bytes of the tensors, which follow the header."""
         return memoryview(self)[HEAD_BYTES:]
 
     def page_lock(self) -> None:

@@ -113,7 +113,6 @@ class MachineMemory:
             os.close(files[0])
 
     def map(self, file: int) -> None:
-        """Use `file` as the memory."""
         self.use(self._mappings.of(file, writable=not self._only_reads))
 
     def use(self, memory: HostMemory) -> None:

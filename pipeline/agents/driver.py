@@ -36,7 +36,7 @@ class Limits:
     max_turns: int
     turn_tokens: int
     trajectory_tokens: int
-    """Maximum of context and completion together."""
+    """Largest number of tokens of context and completion together."""
     reset_timeout_s: float
     step_timeout_s: float
     trajectory_timeout_s: float

@@ -34,9 +34,7 @@ class EpisodeEngine(Protocol):
         """Run the episode to its end and return its trajectory."""
         ...
 
-    def ended(self, finish: Literal["stop", "length", "abort"]) -> Trajectory:
-        """The trajectory so far."""
-        ...
+    def ended(self, finish: Literal["stop", "length", "abort"]) -> Trajectory: ...
 
 
 class Episodes(Protocol):

@@ -58,7 +58,7 @@ class EpisodeState:
     started_ns: int = 0
     ended_ns: int = 0
     replaced: int = 0
-    """Lone surrogates in the environment's texts."""
+    """Number of lone surrogates replaced in the environment's texts."""
 
 
 def trajectory_of(

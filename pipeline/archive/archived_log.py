@@ -1,4 +1,4 @@
-"""An archive as a read-only log: restores records from rows, at their offsets, up to the ends of the last complete export."""
+"""Reads an archive through the interface of a log: restores records from rows, with their offsets and exact bytes."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ _RECORD_COLUMNS = ("partition", "offset", "key", "worker", "headers", "raw", "pr
 
 
 def to_records(kind: Kind, table: pa.Table, *, run: str) -> Iterator[Record]:
-    """The records of some rows, in their order, with the digests of single parts. Raises `ValueError` with partition and offset."""
+    """Restore records from rows of a table, in order. Raises `ValueError` with partition and offset for a damaged row."""
     table = typed(kind, table)
     names = [name for name in _RECORD_COLUMNS if name in kind.schema.names and name not in kind.payload]
     rows = table.select(names).to_pylist()
@@ -37,7 +37,8 @@ def to_records(kind: Kind, table: pa.Table, *, run: str) -> Iterator[Record]:
         try:
             value, headers = _content(kind, row, payload and payload.slice(0, 1 + len(more)), run=run)
         except (Unusable, pa.ArrowException, ValueError) as error:
-            raise ValueError(f"{kind.name} partition {row['partition']} offset {row['offset']} cannot be a record: {error}") from error
+            place = f"{kind.name}/{row['partition']}@{row['offset']}"
+            raise ValueError(f"the row of {place} is damaged, no record can be restored from it: {error}") from error
         yield Record(
             topic=kind.kafka_name(run),
             partition=row["partition"],
@@ -50,38 +51,38 @@ def to_records(kind: Kind, table: pa.Table, *, run: str) -> Iterator[Record]:
 
 
 def typed(kind: Kind, table: pa.Table) -> pa.Table:
-    """The kind's columns with its types, cast from those of another writer. Raises `ValueError` with the column."""
+    """Return the table with exactly the columns and types of `kind.schema`. Raises `ValueError` for a column that does not fit."""
     table, columns = _with_later_columns(kind, table), []
     for field in kind.schema:
         if (count := table.column_names.count(field.name)) != 1:
-            raise ValueError(f"{kind.name}: column {field.name!r} is {'duplicated' if count else 'missing'}")
+            raise ValueError(f"table {kind.name}: column {field.name!r} is {'duplicated' if count else 'missing'}")
         column = table[field.name]
-        if column.type != field.type and "dictionary" in str(column.type):  # a cast could expand a value without bounds
-            raise ValueError(f"{kind.name}: column {field.name!r} is {str(column.type)[:100]}, expected {field.type}")
+        if column.type != field.type and "dictionary" in str(column.type):  # casting could take unbounded memory
+            raise ValueError(f"table {kind.name}: column {field.name!r} has type {str(column.type)[:100]}, expected {field.type}")
         try:
             columns.append(column if column.type == field.type else column.cast(field.type))
             columns[-1].validate(full=True)
         except pa.ArrowException as error:
-            raise ValueError(f"{kind.name}: column {field.name!r}: {' '.join(str(error).split())[:300]}") from error
+            raise ValueError(f"table {kind.name}: column {field.name!r}: {' '.join(str(error).split())[:300]}") from error
         if field.name in ("partition", "offset", "timestamp") and column.null_count:
-            raise ValueError(f"{kind.name}: column {field.name!r} has a null")
+            raise ValueError(f"table {kind.name}: column {field.name!r} must not contain null")
     return pa.Table.from_arrays(columns, names=kind.schema.names)
 
 
 def _with_later_columns(kind: Kind, table: pa.Table) -> pa.Table:
-    """The table with null columns in place of nullable ones that an earlier release did not have."""
+    """Append null columns for nullable columns that later releases added."""
     for name, theirs in kind.payload.items():
         field = kind.codec.schema.field(theirs)
         if field.nullable and name not in table.column_names:
             table = table.append_column(name, pa.nulls(len(table), field.type))
-    for fact in kind.facts:  # they follow from the payload
+    for fact in kind.facts:  # except for the worker, these follow from the payload
         if fact.name not in table.column_names and fact.name != WORKER.name:
             table = table.append_column(fact.name, pa.nulls(len(table), fact.type))
     return table
 
 
 def whole_groups(records: Iterable[Record], *, run: str) -> Iterator[Record]:
-    """The records of one partition of `groups`; digests of multi-part groups are those of their restored parts."""
+    """Yield the records of one partition of `groups`, with the digest of each multi-part group computed over all its restored parts."""
     parts: list[Record] = []
     for record in records:
         part = _part(record, run=run)
@@ -99,7 +100,7 @@ def whole_groups(records: Iterable[Record], *, run: str) -> Iterator[Record]:
 
 
 def _part(record: Record, *, run: str) -> tuple[int, int] | None:
-    """(part, number of parts) of a multi-part group; None for another record."""
+    """Return (part, number of parts) for a record of a multi-part group; None for any other record."""
     try:
         headers = groups.check(record, run=run)
     except Unusable:
@@ -116,11 +117,11 @@ def _digested(parts: list[Record]) -> list[Record]:
 
 
 def _payloads(kind: Kind, table: pa.Table, original: Sequence[bool]) -> list[pa.RecordBatch | None]:
-    """For each row the payload columns from it on, with their original types; None if the row has the original bytes."""
+    """Return, for each row, the payload columns from this row on, with their original types; None for a row with `raw` bytes."""
     if all(original):
         return [None] * len(original)
     schema = kind.codec.schema
-    # A row with the original bytes may have nulls in columns that are not nullable.
+    # Rows with raw bytes may have nulls in columns that are not nullable.
     ours = table.filter(table["raw"].is_null())
     columns = [ours[name].cast(schema.field(theirs).type).combine_chunks() for name, theirs in kind.payload.items()]
     batch = pa.RecordBatch.from_arrays(columns, schema=schema)
@@ -132,7 +133,7 @@ def _content(kind: Kind, row: dict[str, Any], payload: pa.RecordBatch | None, *,
     stored: RawHeaders | None = None if row["headers"] is None else tuple((header["name"], header["value"]) for header in row["headers"])
     if payload is None:
         if stored is None:
-            raise ValueError("a row with `raw` needs its `headers`")
+            raise ValueError("column `raw` has bytes, but column `headers` is null")
         return row["raw"], stored
     content = kind.decode(kind.codec.schema.serialize().to_pybytes() + payload.serialize().to_pybytes())
     value = kind.encode(content)
@@ -142,11 +143,11 @@ def _content(kind: Kind, row: dict[str, Any], payload: pa.RecordBatch | None, *,
 
 
 CACHED_ROW_GROUPS = 8
-"""The default number of partitions: a replay reads a step's groups from each of them."""
+"""Equal to the default number of partitions, because a replay reads the groups of a step from all of them."""
 
 
 def open_archive(path: str) -> "ArchivedLog | None":
-    """The archive in a folder; None if `path` can only be a run id. Raises `ConfigError`."""
+    """Open the archive in the directory `path`; None if `path` is a run id and not a directory. Raises `ConfigError`."""
     directory = Path(path)
     if "/" not in path and not (directory / NOTE).exists() and not any(directory.glob(f"*/{NOTE}")):
         return None
@@ -157,12 +158,14 @@ def open_archive(path: str) -> "ArchivedLog | None":
 
 
 class ArchivedLog:
-    """The read methods of `penstock.infra.log.Log` over one archive."""
+    """One archive with the read methods of `penstock.infra.log.Log`; ends are those of the last complete export."""
 
     def __init__(self, archive: Archive) -> None:
         note = archive.note()
         if note is None:
-            raise ValueError(f"{archive.path} holds no export")
+            raise ValueError(
+                f"{archive.path} is not an export: {NOTE} is missing; expected a directory that `penstock topics export` wrote"
+            )
         self.archive, self._note = archive, note
         self._row_group = lru_cache(CACHED_ROW_GROUPS)(self._typed_row_group)
 
@@ -171,24 +174,24 @@ class ArchivedLog:
         return self._note.run
 
     def topics(self, prefix: str = "") -> list[str]:
-        """The run's topics and the register of runs."""
+        """Names of the run's topics and of the topic of all runs."""
         names = [topic if topic == RUNS_TOPIC else f"{self.run}.{topic}" for topic in self._note.partitions]
         return sorted(name for name in names if name.startswith(prefix))
 
     def partitions(self, topic: str) -> int | None:
-        """Number of partitions of a topic; None for another run's."""
+        """Number of partitions of a topic; None if the topic is not archived."""
         return self._note.partitions.get(self._plain(topic))
 
     def beginning_offsets(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
-        """The first retained offsets when the archive was created."""
+        """First offsets that were retained when the archive was created."""
         return {(topic, number): self._note.begins[self._plain(topic)][number] for topic, number in partitions}
 
     def end_offsets(self, partitions: Iterable[Partition], *, committed: bool = True) -> dict[Partition, int]:
-        """The offset after the last archived record."""
+        """Offsets after the last archived record."""
         return {(topic, number): self._end(kind_of(self._plain(topic), number), number) for topic, number in partitions}
 
     def read(self, topic: str, partition: int, offsets: Sequence[int], *, timeout_s: float = 60.0) -> list[Record]:
-        """The records at these offsets, in their order. Raises `RecordMissing` with the missing ones."""
+        """Return the records at these offsets, in order. Raises `RecordMissing` with the missing offsets."""
         kind, ordered = kind_of(self._plain(topic), partition), sorted(set(offsets))
         records: dict[int, Record] = {}
         for row_group in self.archive.row_groups(kind, partition):
@@ -200,11 +203,11 @@ class ArchivedLog:
         return [records[offset] for offset in offsets]
 
     def tail(self, starts: Mapping[Partition, Start], *, group: str | None = None, fetch_bytes: int | None = None) -> "ArchivedTail":
-        """A reader of these partitions, one after the other."""
+        """Return a reader that reads these partitions one after the other."""
         return ArchivedTail(self, starts)
 
     def records(self, kind: Kind, partition: int, *, first: int = 0) -> Iterator[Record]:
-        """A partition's records from offset `first`, with one row group in memory."""
+        """Yield the records of a partition from offset `first`; only one row group is in memory."""
         end = self._end(kind, partition)
         tables = (
             self.archive.row_group(row_group.path, row_group.number)
@@ -224,12 +227,14 @@ class ArchivedLog:
         return whole_groups(records, run=self.run) if kind.name == "groups" else records
 
     def _in_order(self, kind: Kind, partition: int, tables: Iterable[pa.Table]) -> Iterator[Record]:
-        """The records of rows. Raises `ValueError` for a row of another partition, and for offsets that do not ascend."""
+        """Restore the records of rows. Raises `ValueError` for a row of another partition or offsets that do not ascend."""
         last = -1
         for record in (record for table in tables for record in to_records(kind, table, run=self.run)):
             if record.partition != partition or record.offset <= last:
                 folder = self.archive.folder(kind, partition)
-                raise ValueError(f"{folder}: a row of partition {record.partition}, offset {record.offset} follows offset {last}")
+                raise ValueError(
+                    f"{folder} is damaged: after offset {last} of partition {partition} comes offset {record.offset} of {record.partition}"
+                )
             last = record.offset
             yield record
 
@@ -244,7 +249,7 @@ class ArchivedLog:
 
 
 def _rows_at(kind: Kind, table: pa.Table, offsets: Sequence[int]) -> pa.Table:
-    """The rows at some offsets, and the other parts of the groups among them."""
+    """Return the rows at these offsets, and for groups the rows of their other parts."""
     selected = pc.is_in(table["offset"], value_set=pa.array(offsets, pa.int64()))
     if kind.name == "groups":
         numbers = table["group"].filter(selected).drop_null()
@@ -253,7 +258,7 @@ def _rows_at(kind: Kind, table: pa.Table, offsets: Sequence[int]) -> pa.Table:
 
 
 class ArchivedTail:
-    """Reads the records of some partitions in order."""
+    """Reads the archived records of some partitions in order."""
 
     outage_s = 0.0
 
@@ -264,7 +269,7 @@ class ArchivedTail:
         self.add(starts)
 
     def add(self, starts: Mapping[Partition, Start]) -> None:
-        """Read these partitions as well, or again, from these offsets."""
+        """Add these partitions, or set their positions to these offsets."""
         self._ends |= self._log.end_offsets(starts)
         self._positions |= {
             tp: 0 if start == "earliest" else self._ends[tp] if start == "latest" else start for tp, start in starts.items()
@@ -276,7 +281,7 @@ class ArchivedTail:
         )
 
     def poll(self, timeout_s: float, *, max_records: int = 500) -> list[Record]:
-        """The next records; none at the end."""
+        """Return the next records; empty at the end."""
         records = list(islice(self._records, max_records))
         for record in records:
             self._positions[record.topic, record.partition] = record.offset + 1
@@ -285,13 +290,11 @@ class ArchivedTail:
         return records
 
     def read_to_end(self, timeout_s: float = 60.0) -> list[Record]:
-        """All remaining records."""
         records = list(self._records)
         self._positions = dict(self._ends)
         return records
 
     def position(self, partition: Partition) -> int:
-        """The offset of the next record."""
         return self._positions[partition]
 
     def close(self, timeout_s: float = 3.0) -> None:
@@ -299,21 +302,21 @@ class ArchivedTail:
 
 
 class ArchivedSource:
-    """An archive as the audit reads it: a `penstock.pipeline.inspect.audit.source.Source`."""
+    """An archive as source of an audit; implements `penstock.pipeline.inspect.audit.source.Source`."""
 
     def __init__(self, log: ArchivedLog) -> None:
         self.run, self._log = log.run, log
 
     def partitions(self, topic: str) -> range:
-        """Partition numbers of a topic; none if it was not exported."""
+        """Partition numbers of a topic; empty if the topic was not exported."""
         return range(self._log.partitions(topic) or 0)
 
     def start_offset(self, topic: str, partition: int) -> int:
-        """The first offset without gaps after it: records may have been deleted between two exports."""
+        """Return the first offset after which there are no gaps. Records may have been deleted between two exports."""
         first = self._log.beginning_offsets([(topic, partition)])[topic, partition]
         return max(first, self._log.archive.gap_end(kind_of(topic, partition), partition))
 
     def read(self, topic: str, partitions: Sequence[int] | None = None) -> Iterator[Record]:
-        """The records of a topic, partition by partition."""
+        """Yield the records of a topic, partition by partition."""
         for partition in self.partitions(topic) if partitions is None else partitions:
             yield from self._log.records(kind_of(topic, partition), partition)

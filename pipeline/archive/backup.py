@@ -1,4 +1,4 @@
-"""A backup of a run: its model and newest checkpoint next to its exported records, and a copy of that folder in an object store."""
+"""Backups: add a run's model and newest checkpoint to its exported archive, and copy archives to and from an object store."""
 
 import shutil
 from collections.abc import Iterator
@@ -21,14 +21,15 @@ CHECKPOINTS, MODEL = "checkpoints", "model"
 
 
 def add_files(archive: Archive, registered: Registration) -> None:
-    """Copy the run's newest checkpoint, and its model unless that is on the hub or in the archive.
+    """Copy the run's newest checkpoint to the archive, and its model unless it is on the Hugging Face hub or already copied.
 
-    Call it before the records are exported: the ledger records a checkpoint before the checkpoint gets its name. Raises `ConfigError`.
+    Call this before exporting records: the ledger has the entry of every checkpoint that exists by then. Raises `ConfigError` for a run
+    that no key on this machine has signed.
     """
     if registered.record is None or not registered.signed:
         raise ConfigError(
-            f"--backup copies folders that the record of {archive.run} names, and no key on this machine has signed it: "
-            f"run it on the machine that made the run, or sign it: penstock topics adopt {archive.run}"
+            f"--backup copies directories that the record of {archive.run} names, and no key on this machine has signed that record: "
+            f"back up on the machine that created the run, or sign the record: penstock topics adopt {archive.run}"
         )
     config, directory = from_json(registered.record.config), archive.path / CHECKPOINTS
     if not is_hub_name(config.model.path):
@@ -40,7 +41,7 @@ def add_files(archive: Archive, registered: Registration) -> None:
         except OSError:
             if source.exists():
                 raise
-            continue  # the trainer has deleted it meanwhile
+            continue  # deleted by the trainer during the copy
         for other in directory.iterdir():
             if other.name != source.name:
                 shutil.rmtree(other)
@@ -48,13 +49,13 @@ def add_files(archive: Archive, registered: Registration) -> None:
 
 
 def restore_checkpoints(archive: Archive, run: str) -> None:
-    """Copy the archived checkpoints to the run's folder on this machine; those of another run id cannot be used."""
+    """Copy the archived checkpoints to the run's directory on this machine. Does nothing if `run` is not the archived run id."""
     for source in (archive.path / CHECKPOINTS).glob("step-*") if run == archive.run else ():
         _copy(source, run_directory(run) / CHECKPOINTS / source.name)
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a folder that is complete or absent; one that exists is left."""
+    """Copy a directory atomically; do nothing if `target` exists."""
     if not target.exists():
         with new_directory(target, holds=target.name) as new:
             shutil.copytree(source, new, dirs_exist_ok=True)
@@ -62,7 +63,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def upload(archive: Archive, uri: str) -> None:
-    """Copy new files of the archive to URI/RUN, its note last, and delete those that it no longer has. Raises `PenstockError`."""
+    """Copy new and changed files of the archive to URI/RUN, the note last; delete files that it lacks. Raises `PenstockError`."""
     with _reported(uri):
         store, base = _opened(uri, archive.run)
         stored, files = _sizes(store, base), _sizes(fs.LocalFileSystem(), str(archive.path))
@@ -74,16 +75,18 @@ def upload(archive: Archive, uri: str) -> None:
 
 
 def download(uri: str, directory: Path) -> Archive:
-    """Copy an archive from URI, which ends in its run's id, to DIR/RUN, without files that are there. Raises `PenstockError`."""
+    """Copy an archive from URI, whose last part is the run id, to DIR/RUN; files of the same size are skipped. Raises `PenstockError`."""
     with _reported(uri):
         store, base = _opened(uri)
         archive = Archive(directory.absolute(), PurePosixPath(base).name)
-        with store.open_input_stream(f"{base}/{NOTE}") as opened:  # first, and written last: its files were uploaded before it
+        with store.open_input_stream(f"{base}/{NOTE}") as opened:  # read first: all files of this note were uploaded before it
             note = opened.read()
         files, present = _sizes(store, base), _sizes(fs.LocalFileSystem(), str(archive.path))
         for name, size in files.items():
             if ".." in PurePosixPath(name).parts:
-                raise PenstockError(f"{uri} has a file {name!r}; an archive has none of that name")
+                raise PenstockError(
+                    f"{uri} contains {name!r}, whose path leaves the archive: this is not an upload of `penstock topics export`"
+                )
             if name != NOTE and present.get(name) != size:
                 _transfer(store, f"{base}/{name}", fs.LocalFileSystem(), f"{archive.path}/{name}")
         archive.path.mkdir(parents=True, exist_ok=True)
@@ -93,14 +96,14 @@ def download(uri: str, directory: Path) -> Archive:
 
 
 def _opened(uri: str, *below: str) -> tuple[fs.FileSystem, str]:
-    """The file system of a URI and the path in it; options follow a `?`."""
+    """Open the file system of a URI, whose options follow a `?`; return it and the path within it."""
     folder, mark, options = uri.partition("?")
     store, path = fs.FileSystem.from_uri("/".join([folder.rstrip("/"), *below]) + mark + options)
     return store, path
 
 
 def _sizes(store: fs.FileSystem, base: str) -> dict[str, int]:
-    """Name below `base` -> bytes of each file, without hidden and unfinished ones."""
+    """Return path below `base` -> size in bytes, for all files except hidden and unfinished ones."""
     files = store.get_file_info(fs.FileSelector(base, recursive=True, allow_not_found=True))
     names = {info.path.removeprefix(base).lstrip("/"): info.size for info in files if info.is_file}
     return {name: size for name, size in names.items() if not name.endswith(UNFINISHED) and f"/{name}".find("/.") < 0}
@@ -113,7 +116,7 @@ def _transfer(source: fs.FileSystem, path: str, target: fs.FileSystem, to: str) 
 
 @contextmanager
 def _reported(uri: str) -> Iterator[None]:
-    """Turn an error of the store into one line."""
+    """Translate errors of the object store to `PenstockError`."""
     try:
         yield
     except (OSError, pa.ArrowException) as error:

@@ -1,4 +1,4 @@
-"""Runs SQL queries, each in a process with limits of memory and time that can reach no file, extension, network or setting."""
+"""Runs SQL queries with DuckDB, each in a process with limits of memory and time and without access to files, network or settings."""
 
 import contextlib
 import json
@@ -24,34 +24,33 @@ from penstock.infra.sandbox.keeper import limit, statm_bytes
 MAPPED = 0
 """Field of `statm` for the memory that RLIMIT_AS counts."""
 MEMORY_BYTES = 2 << 30
-"""DuckDB's limit. The process may use twice as much on top of the tables: values of one row are outside DuckDB's limit."""
+"""DuckDB's memory limit. The process may use twice as much in addition to the tables, because DuckDB does not count the values of a row."""
 THREADS = 4
 POLL_S = 0.1
 OUT_OF_MEMORY, REFUSED, TOO_LARGE, NOT_A_QUERY = 3, 4, 5, 6
-"""Exit statuses of a query's process."""
 _READ_ONLY = {"SELECT", "EXPLAIN", "RELATION", "PRAGMA"}
 _MAIN = f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.pipeline.archive.database import main; main()"
 
 
 class OutOfMemory(ValueError):
-    """A query exceeds the memory limit."""
+    """The query exceeds the memory limit."""
 
 
 class NotAQuery(ValueError):
-    """Several statements, or one that changes something."""
+    """The text is not exactly one read-only statement."""
 
 
 class _TooLarge(Exception):
-    """A result exceeds `Limits.size`."""
+    """The result exceeds `Limits.size`."""
 
 
 class Refused(ValueError):
-    """A query that DuckDB refuses; the text is DuckDB's."""
+    """DuckDB refuses the query; the message is DuckDB's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scanned:
-    """A table of Parquet files that a query reads lazily."""
+    """A table in Parquet files of any writer, which are read lazily."""
 
     files: Sequence[str]
     schema: pa.Schema
@@ -59,15 +58,15 @@ class Scanned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A table of files that this product wrote and of rows that are in no file; of Arrow files it has the columns of `rest`."""
+    """A table of the run index: rows in its files, and later rows in memory."""
 
     files: Sequence[Path]
-    """Parquet or Arrow."""
+    """Parquet files, or Arrow files, of which only the columns of `rest` are used."""
     rest: pa.Table
 
 
 Source: TypeAlias = pa.Table | Scanned | Stored
-"""Where a query finds the rows of a table."""
+"""The rows of a table: in memory, in Parquet files, or in the files of an index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,19 +74,18 @@ class Limits:
     """Limits at which a query is stopped."""
 
     rows: int | None = None
-    """Largest number of rows; None for all."""
+    """Largest number of returned rows; further rows are cut off. None for all."""
     size: int = MEMORY_BYTES
-    """Largest size of a result in bytes."""
     seconds: float | None = None
     disconnected: Callable[[], bool] = lambda: False
-    """True if the client does not wait for the result any more."""
+    """Returns True if the client no longer waits for the result."""
 
 
 NO_LIMITS = Limits()
 
 
 def open_database(files: Sequence[str] = ()) -> duckdb.DuckDBPyConnection:
-    """An empty in-memory database without access to the network or to other files than these."""
+    """Open an empty in-memory database without network access, which can read only `files`."""
     connection = duckdb.connect(
         config={
             "autoload_known_extensions": "false",
@@ -105,7 +103,7 @@ def open_database(files: Sequence[str] = ()) -> duckdb.DuckDBPyConnection:
 
 
 def filled(tables: Iterable[tuple[str, Any]], setup: Sequence[str], files: Sequence[str] = ()) -> duckdb.DuckDBPyConnection:
-    """A database with these tables, after the statements of `setup`, which may read `files`; its settings are locked."""
+    """Open a database with these tables, run the `setup` statements, which may read `files`, and lock its settings."""
     connection = open_database(files)
     for name, table in tables:
         connection.register(name, table)
@@ -115,7 +113,7 @@ def filled(tables: Iterable[tuple[str, Any]], setup: Sequence[str], files: Seque
 
 
 class _Process:
-    """A process that computes one query; it is ready to take one as soon as it has started."""
+    """A process that computes one query, with its pipes and temporary files."""
 
     def __init__(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -140,7 +138,7 @@ _spare: "queue.SimpleQueue[_Process]" = queue.SimpleQueue()
 
 
 def prepare() -> None:
-    """Start the process of the next query, whose libraries take longer to load than most queries to compute."""
+    """Start the process of the next query in advance, because loading its libraries takes longer than most queries."""
     if _spare.empty():
         _spare.put(_Process())
 
@@ -153,7 +151,10 @@ def _take() -> _Process:
 
 
 def compute(tables: Mapping[str, Source], setup: Sequence[str], query: str, limits: Limits = NO_LIMITS) -> pa.Table:
-    """The result of a query. Raises `Refused`, `NotAQuery`, `OutOfMemory`, and `ValueError` at a limit; Ctrl-C ends the process, too."""
+    """Run a query over `tables`, after the `setup` statements, in another process, and return its result.
+
+    Raises `Refused`, `NotAQuery`, `OutOfMemory`, and `ValueError` if another limit is exceeded.
+    """
     process = _take()
     try:
         for table in tables.values():
@@ -183,13 +184,13 @@ def compute(tables: Mapping[str, Source], setup: Sequence[str], query: str, limi
 
 
 def _send(process: "subprocess.Popen[bytes]", request: Mapping[str, Any]) -> None:
-    """Send the request. The pipe stays open: closing it ends the process."""
+    """Send the request to a query process. The pipe stays open, because the process exits when it is closed."""
     assert process.stdin is not None
     try:
         process.stdin.write(json.dumps(request).encode() + b"\n")
         process.stdin.flush()
     except BrokenPipeError:
-        pass  # the exit status has the cause
+        pass  # the process has exited: its exit status is reported
 
 
 def _wait(process: "subprocess.Popen[bytes]", limits: Limits) -> None:
@@ -202,7 +203,9 @@ def _wait(process: "subprocess.Popen[bytes]", limits: Limits) -> None:
             if limits.disconnected():
                 raise ValueError("the client has disconnected") from None
             if deadline is not None and time.monotonic() > deadline:
-                raise ValueError(f"no result within {limits.seconds:g} s: narrow the query, or use `penstock sql`") from None
+                raise ValueError(
+                    f"the query took more than {limits.seconds:g} s: narrow it, or use `penstock sql`, which has no limit"
+                ) from None
 
 
 def _raise_for(status: int, problem: str, limits: Limits) -> None:
@@ -211,7 +214,7 @@ def _raise_for(status: int, problem: str, limits: Limits) -> None:
     if status == NOT_A_QUERY:
         raise NotAQuery
     if status == TOO_LARGE:
-        raise ValueError(f"the result has more than {limits.size >> 20:,} MiB: select fewer rows or columns")
+        raise ValueError(f"the result is larger than {limits.size >> 20:,} MiB: select fewer rows or columns")
     if status == REFUSED:
         raise Refused(problem)
     if status:
@@ -220,7 +223,7 @@ def _raise_for(status: int, problem: str, limits: Limits) -> None:
 
 
 def main() -> None:
-    """A query's process: the request is a line on stdin, the tables are in a file, the result is an Arrow stream on stdout."""
+    """Entry point of a query process: reads the request from stdin and tables from a file; writes the result as Arrow stream to stdout."""
     request = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     try:
@@ -279,6 +282,5 @@ def _literal(text: str) -> str:
 
 
 def _exit_with_parent() -> None:
-    """Exit when the parent has closed the pipe or exited."""
     sys.stdin.buffer.read(1)
     os._exit(1)

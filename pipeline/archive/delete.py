@@ -1,4 +1,7 @@
-"""`penstock topics delete`: deletes a run that is not active; its registration last, so that an interrupted deletion can be repeated."""
+"""`penstock topics delete`: deletes a run that is not active.
+
+The registration is deleted last, so that an interrupted deletion can be repeated.
+"""
 
 import contextlib
 import os
@@ -25,26 +28,25 @@ from penstock.topics.wire.errors import Unusable
 MOUNTS = Path("/proc/self/mountinfo")
 MODEL = "model"
 WATCHED_S = 10.0
-"""A run without a status record of its workers for this long is not active; they send one each second."""
+"""A run is not active if none of its workers sends a status record for this long; workers send one per second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deletion:
-    """Contents of a deletion."""
+    """What deleting a run removes."""
 
     run: str
     registered: bool
     offsets: dict[str, int]
-    """Kafka topic -> number of offsets in use."""
     directory: str | None
-    """The run's logs, measurements, checkpoints and final model on this machine."""
+    """The run's directory on this machine, with logs, checkpoints and the final model; None if there is none."""
     bytes: int
-    """Bytes freed on this machine: in the embedded broker's folder and the run's."""
+    """Bytes freed on this machine, by the embedded broker and in the run's directory."""
     keep_model: bool = False
 
 
 def plan_deletion(log: Log, run: str, *, keep_model: bool = False) -> Deletion:
-    """The contents to delete of a run. Raises `ValueError` for an active or unknown run, and for a folder that may not be removed."""
+    """List what deleting a run removes. Raises `ValueError` for an active or unknown run or a directory that must not be removed."""
     topics, directory = log.topics(f"{run}."), run_directory(run)
     _require_own(directory)
     record = find(log, run)
@@ -53,7 +55,7 @@ def plan_deletion(log: Log, run: str, *, keep_model: bool = False) -> Deletion:
     if record is not None and f"{run}.metrics" in topics and f"{run}.ledger" in topics:
         view = load(log, run, topics=("ledger", "metrics"))
         if not has_ended(view) and not all(worker.ended for worker in view.workers.values()) and (worker := _active_worker(log, run)):
-            raise ValueError(f"run {run} is running, {worker} at work: stop it first")
+            raise ValueError(f"run {run} cannot be deleted while {worker} is running: stop the run first")
     offsets = {}
     for topic in topics:
         partitions = [(topic, partition) for partition in range(log.partitions(topic) or 0)]
@@ -71,7 +73,7 @@ def plan_deletion(log: Log, run: str, *, keep_model: bool = False) -> Deletion:
 
 
 def ended_before(log: Log, limit_s: float, *, busy: Collection[str]) -> list[str]:
-    """Runs without a record since `limit_s` (Unix time): neither a status nor one in their own topics, as any client may write a status."""
+    """Return the runs, except those in `busy`, without a status and without a record in their own topics since `limit_s` (Unix time)."""
     old = [record.run for record in all_runs(log) if record.updated_ns / 1e9 < limit_s and record.run not in busy]
     return [run for run in old if not _written_since(log, run, limit_s)]
 
@@ -84,7 +86,7 @@ def _written_since(log: Log, run: str, limit_s: float) -> bool:
 
 
 def _active_worker(log: Log, run: str) -> str | None:
-    """A worker that reports now; None if none does for `WATCHED_S`. Independent of the clocks of other machines."""
+    """Return a worker that sends a status record within `WATCHED_S`; None if none does. Clocks of other machines do not matter."""
     tail, end = log.tail({(topic_name(run, "metrics"), 0): "latest"}), time.monotonic() + WATCHED_S
     try:
         while time.monotonic() < end:
@@ -99,7 +101,7 @@ def _active_worker(log: Log, run: str) -> str | None:
 
 
 def delete(log: KafkaLog, deletion: Deletion) -> None:
-    """Delete the topics and the run's folder, then its record. Raises `LogError`, `OSError`."""
+    """Delete a run's topics and directory, then its registration. Raises `LogError`, `OSError`."""
     log.delete_topics(deletion.offsets)
     if deletion.directory is not None:
         _remove(Path(deletion.directory), keep=MODEL if deletion.keep_model else None)
@@ -110,11 +112,11 @@ def delete(log: KafkaLog, deletion: Deletion) -> None:
 
 
 def _remove(directory: Path, *, keep: str | None) -> None:
-    """Remove a run's folder, or its contents except the folder `keep` if that exists; links are removed and not followed.
+    """Remove a run's directory, or everything in it except the subdirectory `keep`. Symbolic links are removed, not followed.
 
-    Raises `ValueError` if it is not a folder in `runs`, if it or `runs` is a link, or if another file system is mounted in it.
+    Raises `ValueError` if the directory is not in `runs`, is a link, or has another file system mounted in it.
     """
-    _require_own(directory)  # again: it may have changed since the deletion was planned
+    _require_own(directory)  # checked again, because the directory may have changed since the deletion was planned
     if keep is None or not (directory / keep).exists():
         shutil.rmtree(directory)
         return
@@ -130,14 +132,14 @@ def _remove(directory: Path, *, keep: str | None) -> None:
 def _require_own(directory: Path) -> None:
     runs = state_path() / "runs"
     if directory.parent != runs or not is_run_id(directory.name) or any(path.is_symlink() for path in (runs, directory)):
-        raise ValueError(f"{directory} is not removed: it is a link or no folder of a run in {runs}")
+        raise ValueError(f"{directory} is not removed, because it is a link or not a run's directory in {runs}; remove it by hand")
     inside = Path(os.path.realpath(directory))
     if mounted := [point for point in _mount_points() if point.is_relative_to(inside)]:
-        raise ValueError(f"{directory} is not removed: {mounted[0]} is mounted in it; unmount it first")
+        raise ValueError(f"{directory} is not removed, because a file system is mounted at {mounted[0]}; unmount it first")
 
 
 def _mount_points() -> list[Path]:
-    """Mount points, from the fifth field of each line; empty on a machine without that file."""
+    """Return the mount points in /proc/self/mountinfo; empty if the file does not exist."""
     try:
         fields = [line.split()[4] for line in MOUNTS.read_bytes().splitlines()]
     except OSError:

@@ -1,4 +1,7 @@
-"""`penstock topics export`: exports every record of a run once, as Parquet files; the note names the offsets below which it is complete."""
+"""`penstock topics export`: exports the records of a run to Parquet files, incrementally.
+
+The archive's note has the offsets up to which all records are exported.
+"""
 
 import queue
 import threading
@@ -25,11 +28,11 @@ from penstock.topics.wire.record import Record
 
 PROGRESS_EVERY_S = 3.0
 AHEAD = 8
-"""Blocks of rows queued between reader and writer: the reader continues while a row group is written."""
+"""Largest number of row blocks queued between reader and writer, so that reading continues while a row group is written."""
 LEAST_PAUSE_S, MOST_PAUSE_S = 5.0, 600.0
-"""Limits of the pause between two rounds of a following export: a tenth of its run time, which bounds the number of files."""
+"""Limits of the pause between two rounds of `--follow`. The pause is a tenth of the elapsed time, which limits the number of files."""
 SETTLE_S = 2.0
-"""The last workers of a closed run may write for about this long."""
+"""Time in which the last workers of a closed run may still write records."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,11 +45,10 @@ class Exported:
     files: int = 0
     bytes: int = 0
     gone: list[str] = field(default_factory=list)
-    """Offsets that were deleted before they were exported, one line for each partition."""
+    """Offsets that were deleted before they were exported, one sentence per partition."""
     seconds: float = 0.0
 
     def add(self, more: "Exported") -> None:
-        """Add the result of a later export."""
         for name, count in more.rows.items():
             self.rows[name] = self.rows.get(name, 0) + count
         self.files += more.files
@@ -59,7 +61,7 @@ def follow(
     log: KafkaLog, run: str, directory: Path, *, topics: Collection[str] | None = None, backup: bool = False,
     notify: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Exported]:  # fmt: skip
-    """Export repeatedly until the run is closed and nothing is new; yields each round's result. Raises as `export`."""
+    """Export repeatedly until the run is closed and a round exports nothing; yield the result of each round. Raises as `export`."""
     start, closed = time.monotonic(), False
     tail = log.tail({(f"{run}.ledger", 0): "earliest"})
     try:
@@ -76,7 +78,7 @@ def follow(
 
 
 def _closes_within(tail: Tail, run: str, seconds: float) -> bool:
-    """Read the ledger for this long; True as soon as it has the entry that closes the run."""
+    """Read the ledger for up to `seconds`; return True as soon as an entry closes the run."""
     until = time.monotonic() + seconds
     while (remaining := until - time.monotonic()) > 0:
         if any(_closes(record, run) for record in tail.poll(min(1.0, remaining))):
@@ -95,7 +97,10 @@ def export(
     log: KafkaLog, run: str, directory: Path, *, topics: Collection[str] | None = None, backup: bool = False,
     notify: Callable[[str], None] = lambda _: None,
 ) -> Exported:  # fmt: skip
-    """Export new records of all topics, or of `topics`, to DIR/RUN; `backup` as in `add_files`. Raises `ValueError`, `LogError`."""
+    """Export the records of all topics, or of `topics`, that are not yet in `directory`/`run`.
+
+    `backup` also copies model and checkpoint (see `add_files`). Raises `ValueError`, `LogError`.
+    """
     selected = _selected(topics)
     archive = Archive(directory, run)
     start = time.monotonic()
@@ -106,7 +111,7 @@ def export(
             raise RunNotFound(run)
         note = archive.note() or _new_note(log, archive, record.created_ns)
         if note.created_ns != record.created_ns:
-            raise ValueError(f"{archive.path} holds another run {run!r}, created at another time; export into another directory")
+            raise ValueError(f"{archive.path} is the archive of an earlier run of the id {run!r}; export to another directory")
         if backup:
             add_files(archive, registered)
         ends = {topic: _offsets(log.end_offsets, archive, topic, count) for topic, count in note.partitions.items() if topic in selected}
@@ -122,19 +127,19 @@ def export(
 def _selected(topics: Collection[str] | None) -> set[str]:
     topics_of_run = (RUNS_TOPIC, *TOPICS)
     if unknown := sorted(set(topics or ()) - set(topics_of_run)):
-        raise ConfigError(f"there is no topic {unknown[0]!r}: {', '.join(topics_of_run)}")
+        raise ConfigError(f"--topics: there is no topic {unknown[0]!r}; expected some of {', '.join(topics_of_run)}")
     return {RUNS_TOPIC, "run", *topics} if topics else set(topics_of_run)
 
 
 def _new_note(log: KafkaLog, archive: Archive, created_ns: int) -> Note:
-    """The note of an empty archive."""
+    """Write the note of a new, empty archive, and return it."""
     partitions: dict[str, int] = {}
     for topic in dict.fromkeys(kind.topic for kind in KINDS.values()):
         name = kind_of(topic, 0).kafka_name(archive.run)
         if (count := log.partitions(name)) is None:
-            if topic == "run":  # earlier releases have the registration in the topic of all runs only
+            if topic == "run":  # runs of earlier releases are registered only in the topic of all runs
                 continue
-            raise ValueError(f"run {archive.run} has no topic {name!r}: its log was deleted or access is denied")
+            raise ValueError(f"run {archive.run} cannot be exported: topic {name!r} does not exist or access to it is denied")
         partitions[topic] = count
     first_offsets = {topic: _offsets(log.beginning_offsets, archive, topic, count) for topic, count in partitions.items()}
     note = Note(run=archive.run, created_ns=created_ns, partitions=partitions, begins=first_offsets)
@@ -149,7 +154,7 @@ def _offsets(read: Callable[[list[Partition]], dict[Partition, int]], archive: A
 
 
 class Work:
-    """A reader, and a writer thread: Parquet is encoded while the next block is read."""
+    """Exports topics: reads blocks of records, and encodes them as Parquet in a thread."""
 
     def __init__(self, archive: Archive, reader: BulkReader, done: Exported, notify: Callable[[str], None]) -> None:
         self.archive, self.done = archive, done
@@ -160,7 +165,7 @@ class Work:
         self._thread = threading.Thread(target=self._write, name="archive-writer", daemon=True)
 
     def topic(self, log: KafkaLog, topic: str, ends: list[int]) -> None:
-        """Export a topic's new records."""
+        """Export the records of a topic up to the offsets `ends` that are not archived yet."""
         name = kind_of(topic, 0).kafka_name(self.archive.run)
         starts = log.beginning_offsets([(name, partition) for partition in range(len(ends))])
         for partition, end in enumerate(ends):
@@ -174,7 +179,6 @@ class Work:
                 self._partition(kind, name, partition, start, end)
 
     def _partition(self, kind: Kind, name: str, partition: int, start: int, end: int) -> None:
-        """Export one partition from offset `start` into new files."""
         file: PartitionFile | None = None
         for table, position in read_tables(self._reader, kind, partition, run=self.archive.run, first=start, end=end):
             self._progress(f"{name}/{partition}: offset {position:,} of {end:,}")
@@ -217,7 +221,7 @@ class Work:
         self._thread.start()
 
     def __exit__(self, *raised: object) -> None:
-        """Wait for the writer; re-raises its error."""
+        """Wait for the writer thread. Raises the error of the thread, if any."""
         self._queue.put(None)
         self._thread.join()
         self._reader.close()

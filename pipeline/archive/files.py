@@ -1,7 +1,7 @@
-"""Files of an archive: DIR/RUN/TABLE/partition=N/FIRST.parquet, named by the first offset, and a note.
+"""Files of an archive: DIR/RUN/TABLE/partition=N/FIRST.parquet, where FIRST is the first offset, and a note, `export.json`.
 
-A file gets its name when it is complete and synced, and its footer has the offset after it. Names and footers are the whole state of an
-incremental export, so a kill cannot lose it.
+A file is renamed to its final name when it is complete and synced, and its footer has the offset after its last record. An incremental
+export continues from names and footers alone, so a kill loses nothing.
 """
 
 import json
@@ -29,15 +29,13 @@ UNFINISHED = ".part"
 NEXT = "penstock.next_offset"
 _LAST_OFFSET = 2**63 - 1
 NOTE_BYTES = 64 << 20
-"""Size limit of a note, which has at most two numbers for each of `MOST_PARTITIONS` of a topic."""
 _FILE, _PARTITION, _OFFSET = re.compile(r"\d{20}\.parquet"), re.compile(r"partition=(0|[1-9]\d{0,4})"), re.compile(r"\d{1,18}")
 MOST_PARTITIONS = 10_000
-"""Limit for a topic: an import creates as many as the note has, which may be damaged or forged."""
+"""Largest number of partitions per topic. An import creates as many as the note states, and the note may be forged."""
 
 ROW_GROUP_BYTES = 48 << 20
 ROW_GROUP_ROWS = 100_000
 FILE_BYTES = 512 << 20
-"""Arrow memory of one file: a size that suits queries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,21 +46,21 @@ class Note:
     created_ns: int
     """Creation time of the run, which distinguishes runs with the same id."""
     partitions: Mapping[str, int]
-    """By plain topic name."""
+    """Topic (name without the run) -> number of partitions."""
     begins: Mapping[str, list[int]] = field(default_factory=dict)
-    """First retained offsets when the archive was created."""
+    """Topic -> first retained offset of each partition when the archive was created."""
     ends: Mapping[str, list[int]] = field(default_factory=dict)
-    """Offsets up to which all records are exported; empty before the first export is complete."""
+    """Topic -> offset of each partition up to which all records are exported; empty before the first export is complete."""
     exported_ns: int = 0
     format: int = FORMAT
 
 
 _NO_DICTIONARY = frozenset({"offset", "behaviour_logprobs", "raw", "data", "value", "components", "reward"})
-"""Columns whose values seldom repeat: no dictionary encoding."""
+"""Columns without dictionary encoding, because their values seldom repeat."""
 
 
 def options(kind: Kind) -> dict[str, Any]:
-    """Parquet options of a table: zstd, dictionaries for columns with repeated values."""
+    """Return the options of `pyarrow.parquet.ParquetWriter` for a table."""
     sink = pa.BufferOutputStream()
     pq.ParquetWriter(sink, kind.schema).close()
     columns = pq.ParquetFile(pa.BufferReader(sink.getvalue())).schema
@@ -72,24 +70,23 @@ def options(kind: Kind) -> dict[str, Any]:
 
 
 class RowGroup(NamedTuple):
-    """A row group and its first and last offset."""
+    """A row group of a Parquet file, with its first and last offset."""
 
     path: Path
     number: int
-    """Index in the file."""
     first: int
     last: int
 
 
 def note_of(data: bytes) -> Note:
-    """Parse a note. Raises `ValueError` for another format and for values that no export writes."""
+    """Parse a note. Raises `ValueError` for another format version or invalid values."""
     try:
         stored = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is not JSON: {error}") from error
+        raise ValueError(f"not valid JSON: {error}") from error
     form = stored.get("format") if isinstance(stored, dict) else None
     if form != FORMAT:
-        raise ValueError(f"format {form!r}, this version reads {FORMAT}")
+        raise ValueError(f"the archive has format {form!r}, this version of Penstock reads format {FORMAT}")
     try:
         note = Note(**stored)
         check_run_id(note.run)
@@ -98,16 +95,16 @@ def note_of(data: bytes) -> Note:
     for name in ("created_ns", "exported_ns"):
         _require(_is_offset(getattr(note, name)), f"{name} is {getattr(note, name)!r}, expected a time")
     for name in ("partitions", "begins", "ends"):
-        _require(isinstance(getattr(note, name), dict), f"{name} has to be an object")
+        _require(isinstance(getattr(note, name), dict), f"{name} is {getattr(note, name)!r:.60}, expected an object")
     for topic, count in note.partitions.items():
         _require(topic in (RUNS_TOPIC, *TOPICS), f"there is no topic {topic!r}")
         fits = _is_offset(count) and 1 <= count <= MOST_PARTITIONS
-        _require(fits, f"{topic} with {count!r} partitions, a topic has 1 to {MOST_PARTITIONS}")
+        _require(fits, f"partitions of {topic} is {count!r}, expected 1 to {MOST_PARTITIONS}")
     for name in ("begins", "ends"):
         for topic, offsets in getattr(note, name).items():
             fits = isinstance(offsets, list) and len(offsets) == note.partitions.get(topic) and all(map(_is_offset, offsets))
-            _require(fits, f"{name} of {topic!r} has to be an offset for each of its partitions")
-    _require(note.begins.keys() == note.partitions.keys(), "begins has to have the topics of partitions")
+            _require(fits, f"{name} of {topic!r} must be a list with one offset per partition")
+    _require(note.begins.keys() == note.partitions.keys(), "begins and partitions must have the same topics")
     return note
 
 
@@ -121,13 +118,13 @@ def _is_offset(value: Any) -> bool:
 
 
 class Archive:
-    """The folder of an archived run."""
+    """Directory of one archived run."""
 
     def __init__(self, directory: Path, run: str) -> None:
         self.run, self.path = run, directory / run
 
     def note(self) -> Note | None:
-        """The archive's note; None before the first export. Raises `ValueError` for a note that this version cannot read."""
+        """Read the archive's note; None before the first export. Raises `ValueError` for a note that this version cannot read."""
         path = self.path / NOTE
         try:
             with parquet.regular(path) as file:
@@ -137,23 +134,22 @@ class Archive:
         except OSError as error:
             raise ValueError(f"{path}: cannot read it: {error.strerror}") from error
         if len(data) > NOTE_BYTES:
-            raise ValueError(f"{path} has more than {NOTE_BYTES:,} bytes")
+            raise ValueError(f"{path} is larger than {NOTE_BYTES:,} bytes: it is not the note of an export")
         try:
             return note_of(data)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
     def write_note(self, note: Note) -> None:
-        """Replace the note atomically."""
         write_atomically(self.path / NOTE, json.dumps(asdict(note), indent=1).encode())
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock this folder against other exports, and remove unfinished files."""
+        """Lock the archive against other exports, and remove unfinished files."""
         self.path.mkdir(parents=True, exist_ok=True)
         with os.fdopen(self._lock_file(), "w") as lock:
             if not locked(lock):
-                raise ValueError(f"another export writes to {self.path} now; wait for its end")
+                raise ValueError(f"another export is writing to {self.path}; wait until it has ended")
             self.check_layout()
             self._clear()
             try:
@@ -166,7 +162,7 @@ class Archive:
         try:
             return os.open(self.path / ".lock", flags, 0o666)
         except OSError:
-            self.check_layout()  # has a better message for a link or a pipe
+            self.check_layout()  # raises a clearer error for a link or a pipe
             raise
 
     def _clear(self) -> None:
@@ -174,79 +170,78 @@ class Archive:
             path.unlink()
 
     def check_layout(self) -> None:
-        """Raise `ValueError` for a link, a pipe or a device in the folder, and for a name that no export writes."""
+        """Raise `ValueError` if the archive contains a link, pipe or device, or a name that no export writes."""
         for folder, folders, files in os.walk(self.path, onerror=_unreadable):
             for name in (*folders, *files):
                 path = Path(folder, name)
                 try:
                     mode = path.lstat().st_mode
-                except FileNotFoundError:  # an export has renamed it
+                except FileNotFoundError:  # renamed by an export
                     continue
                 if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                    raise ValueError(f"{path} is a link, a pipe or a device; an archive has folders and regular files only")
+                    raise ValueError(f"{path} is a link, pipe or device; an archive may contain only directories and regular files")
                 if path.suffix == ".parquet" and not (stat.S_ISREG(mode) and _FILE.fullmatch(name)):
-                    raise ValueError(f"{path}: a file of rows is named by its first offset, in 20 digits")
+                    raise ValueError(f"{path}: Parquet files of an archive are named by their first offset, in 20 digits")
                 if name.startswith("partition=") and not _PARTITION.fullmatch(name):
-                    raise ValueError(f"{path}: the folder of a partition is named partition=N")
+                    raise ValueError(f"{path}: directories of partitions are named partition=N, with N from 0 to 99999")
 
     def folder(self, kind: Kind, partition: int) -> Path:
         return self.path / kind.name / f"partition={partition}"
 
     def files(self, kind: Kind, partition: int) -> list[Path]:
-        """A partition's files in the order of their offsets."""
         return sorted(self.folder(kind, partition).glob("*.parquet"))
 
     def next_offset(self, kind: Kind, partition: int) -> int | None:
-        """The offset after the last archived record of a partition; None if there are none."""
+        """Return the offset after the last archived record of a partition; None if there is none."""
         files = self.files(kind, partition)
         if not files:
             return None
         if (reached := _reaches(files[-1])) is None:
-            raise ValueError(f"{files[-1]} has no {NEXT} in its metadata; a rewritten file has to keep its metadata")
+            raise ValueError(f"{files[-1]} has no {NEXT!r} in its metadata; tools that rewrite the file must keep the metadata")
         return reached
 
     def gap_end(self, kind: Kind, partition: int) -> int:
-        """The offset after the last gap in a partition, of records deleted before they were exported; 0 without gaps."""
+        """Return the offset after the last gap in a partition; 0 without gaps. A gap is a range deleted before it was exported."""
         ends = ((_reaches(file), int(later.stem)) for file, later in pairwise(self.files(kind, partition)))
         return max((first for reached, first in ends if reached is not None and reached < first), default=0)
 
     def partitions(self, kind: Kind) -> list[int]:
-        """The partitions of a table that have files."""
+        """Return the numbers of a table's partitions that have files."""
         return sorted({int(path.parent.name.partition("=")[2]) for path in (self.path / kind.name).glob("partition=*/*.parquet")})
 
     def row_groups(self, kind: Kind, partition: int) -> Iterator[RowGroup]:
-        """A partition's row groups by offset, from the files' footers. Raises `ValueError` for a file that is no Parquet."""
+        """Yield the row groups of a partition by offset, from the files' footers. Raises `ValueError` for an invalid Parquet file."""
         for path in self.files(kind, partition):
             for number, offsets in enumerate(parquet.footer(path)["row_groups"]):
                 yield RowGroup(path, number, *(offsets or (0, _LAST_OFFSET)))
 
     def row_group(self, path: Path, number: int) -> pa.Table:
-        """The rows of one row group. Raises `ValueError` for a file that is no Parquet."""
+        """Read one row group. Raises `ValueError` for an invalid Parquet file."""
         return parquet.rows(path, number)
 
     def rows(self, kind: Kind, partition: int) -> Iterator[pa.Table]:
-        """A partition's rows by offset, a row group at a time. Raises `ValueError` for a file that is no Parquet."""
+        """Yield the rows of a partition by offset, one row group at a time. Raises `ValueError` for an invalid Parquet file."""
         for row_group in self.row_groups(kind, partition):
             yield self.row_group(row_group.path, row_group.number)
 
     def tables(self, note: Note) -> Iterator[tuple[Kind, str, int]]:
-        """(table, plain topic, number) of each partition."""
+        """Yield (table, topic without the run, partition) of each partition."""
         for topic, count in note.partitions.items():
             for partition in range(count):
                 yield kind_of(topic, partition), topic, partition
 
 
 def find_archive(directory: Path) -> Archive:
-    """The archive in DIR or DIR/RUN. Raises `ValueError` for none and for several."""
+    """Find the archive that is `directory` or a subdirectory of it. Raises `ValueError` if there is none or more than one."""
     if (directory / NOTE).is_file():
         return _checked(Archive(directory.absolute().parent, directory.absolute().name))
     if not directory.is_dir():
-        raise ValueError(f"there is no directory {directory}; expected one that `penstock topics export RUN DIR` wrote")
+        raise ValueError(f"directory {directory} does not exist; expected one that `penstock topics export RUN DIR` wrote")
     runs = sorted(note.parent.name for note in directory.glob(f"*/{NOTE}"))
     if not runs:
-        raise ValueError(f"{directory} holds no export; expected a directory that `penstock topics export RUN DIR` wrote")
+        raise ValueError(f"{directory} is not an export; expected a directory that `penstock topics export RUN DIR` wrote")
     if len(runs) > 1:
-        raise ValueError(f"{directory} holds the runs {', '.join(runs[:8])}: name one, as {directory / runs[0]}")
+        raise ValueError(f"{directory} contains the runs {', '.join(runs[:8])}: name one of them, such as {directory / runs[0]}")
     return _checked(Archive(directory, runs[0]))
 
 
@@ -256,7 +251,7 @@ def _checked(archive: Archive) -> Archive:
 
 
 def _reaches(path: Path) -> int | None:
-    """The offset after a file's last record; None if the file was rewritten without its metadata."""
+    """Return the offset after the last record of a file; None if the file was rewritten without its metadata."""
     stored = parquet.footer(path)["metadata"].get(NEXT)
     if stored is not None and not _OFFSET.fullmatch(stored):
         raise ValueError(f"{path}: {NEXT} is {stored[:60]!r}, expected an offset")
@@ -275,7 +270,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 class PartitionFile:
-    """A file being written; `finish` gives it its name."""
+    """A Parquet file that is being written under a temporary name; `finish` renames it."""
 
     def __init__(self, archive: Archive, kind: Kind, partition: int, first: int) -> None:
         folder = archive.folder(kind, partition)
@@ -289,7 +284,7 @@ class PartitionFile:
         self.bytes = 0
 
     def write(self, table: pa.Table) -> None:
-        """Add rows; they are written in row groups."""
+        """Add rows. They are buffered until a row group is full."""
         self._buffered.append(table)
         self._buffered_bytes += table.nbytes
         self._buffered_rows += len(table)
@@ -298,7 +293,7 @@ class PartitionFile:
             self._flush()
 
     def finish(self, next_offset: int) -> Path:
-        """Sync the file, which is complete below `next_offset`, and rename it."""
+        """Write the rest, sync the file and rename it; all records below `next_offset` are in it. Return its path."""
         self._flush()
         self._writer.add_key_value_metadata({NEXT: str(next_offset)})
         self._writer.close()

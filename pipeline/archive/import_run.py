@@ -1,4 +1,7 @@
-"""`penstock topics import`: writes an archived run to new topics, a record's references before it; the run is registered last."""
+"""`penstock topics import`: writes an archived run to new topics.
+
+A record is written after the records that it refers to, and the run is registered last.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +13,7 @@ from penstock.infra.kafka.bulk import BulkWriter
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log, Partition
 from penstock.pipeline.archive.archived_log import ArchivedLog
-from penstock.pipeline.archive.files import Archive, Note
+from penstock.pipeline.archive.files import NOTE, Archive, Note
 from penstock.pipeline.archive.layout import KINDS, Kind
 from penstock.pipeline.archive.relocation import Relocation
 from penstock.pipeline.config.load import ConfigError, from_json
@@ -32,21 +35,22 @@ class Imported:
 
 
 def import_run(log: KafkaLog, archive: Archive, *, becomes: str | None = None, notify: Callable[[str], None] = lambda _: None) -> Imported:
-    """Import an archived run. Raises `ConfigError` if its id exists, `ValueError` if the archive is unusable, or `LogError`."""
+    """Import an archived run (as `becomes`, if set). Raises `ConfigError` if the id exists, `ValueError` for a bad archive, `LogError`."""
     start, note = time.monotonic(), complete(archive)
     run = _free(log, becomes or note.run)
     relocation, archived = Relocation(note.run, run), ArchivedLog(archive)
     registered = find(cast(Log, archived), note.run)
     if registered is None:
-        raise ValueError(f"{archive.path} has no usable record of run {note.run} in its table `runs`")
+        raise ValueError(f"{archive.path} cannot be imported: its table `runs` has no valid record of run {note.run}; export the run again")
     log.create_topics({RUNS_TOPIC: RUNS_SPEC})
-    partitions, turns = note.partitions, from_json(registered.config).turns_by_log  # also topics that the archive lacks, to resume
+    # Topics that the archive lacks are created too, so that the run can be resumed.
+    partitions, turns = note.partitions, from_json(registered.config).turns_by_log
     log.create_topics(topics_of(run, partitions=partitions["groups"], weight_partitions=partitions["weights"], turns=turns))
     imported = Imported(run=run)
     try:
         _write_records(log, archived, relocation, imported, notify)
     except ValueError as error:
-        raise ValueError(f"{error}; the run is not registered: `penstock topics delete {run} --yes` removes the imported part") from error
+        raise ValueError(f"{error}; the run was not registered. Remove the imported part: penstock topics delete {run} --yes") from error
     # The runs topic is shared, so only this run's record is imported.
     (write_status if "run" in note.partitions else write)(log, replace(registered, run=run))
     imported.seconds = time.monotonic() - start
@@ -54,10 +58,10 @@ def import_run(log: KafkaLog, archive: Archive, *, becomes: str | None = None, n
 
 
 def _write_records(log: KafkaLog, archived: ArchivedLog, relocation: Relocation, imported: Imported, notify: Callable[[str], None]) -> None:
-    """Write all records and count them. Raises `ValueError` for rows that cannot be records, and `LogError`."""
+    """Write all archived records and count them in `imported`. Raises `ValueError` for rows that are not valid records, and `LogError`."""
     archive, note, run = archived.archive, complete(archived.archive), imported.run
     writer, progress, ends = BulkWriter(log.connection), Progress(notify, every_s=PROGRESS_EVERY_S), dict[Partition, int]()
-    for kind in reversed(list(KINDS.values())):  # from cause to effect
+    for kind in reversed(list(KINDS.values())):  # referenced records first
         for partition in [number for table, _, number in archive.tables(note) if table is kind and kind.topic != RUNS_TOPIC]:
             count = 0
             for record in _relocated(archived, kind, partition, relocation):
@@ -71,29 +75,29 @@ def _write_records(log: KafkaLog, archived: ArchivedLog, relocation: Relocation,
 
 
 def complete(archive: Archive) -> Note:
-    """The note of a complete archive. Raises `ValueError`."""
+    """Return the note of an archive. Raises `ValueError` if there is none or the archive is incomplete."""
     note = archive.note()
     if note is None:
-        raise ValueError(f"{archive.path} holds no export")
+        raise ValueError(f"{archive.path} is not an export: {NOTE} is missing; expected a directory that `penstock topics export` wrote")
     if missing := [topic for topic in (RUNS_TOPIC, *TOPICS) if topic not in note.ends and (topic != "run" or topic in note.partitions)]:
-        raise ValueError(f"{archive.path} is no complete export, {', '.join(missing)} missing: continue it with `penstock topics export`")
+        raise ValueError(f"{archive.path} is incomplete, the topics {', '.join(missing)} are missing: repeat `penstock topics export`")
     return note
 
 
 def _free(log: Log, run: str) -> str:
-    """The id, if the broker has no run and no topics of it."""
+    """Return the run id. Raises `ConfigError` if it is invalid or the broker has a run or topics of this name."""
     try:
         check_run_id(run)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if find(log, run) is not None:
         raise ConfigError(
-            f"run {run!r} exists already on this broker: import under another --run-id, or delete it: `penstock topics delete {run}`"
+            f"run {run!r} already exists on this broker: import it with another --run-id, or delete it: penstock topics delete {run}"
         )
     if topics := log.topics(f"{run}."):
         raise ConfigError(
-            f"topics of a run {run!r} that is not registered are on this broker, such as {topics[0]}; "
-            f"`penstock topics delete {run} --yes` removes what an interrupted import has left, or import under another --run-id"
+            f"this broker has topics of a run {run!r} that is not registered, such as {topics[0]}, probably from an interrupted import; "
+            f"delete them (penstock topics delete {run} --yes), or import with another --run-id"
         )
     return run
 
@@ -102,8 +106,8 @@ def _check_ends(log: KafkaLog, ends: Mapping[Partition, int]) -> None:
     """Raise `LogError` unless each partition ends at the last imported record."""
     for (topic, partition), end in log.end_offsets(ends).items():
         if end != (count := ends[topic, partition]):
-            cause = "another client wrote to it" if end > count else "the broker has lost records"
-            raise LogError(f"{topic}/{partition} ends at offset {end} after {count} records: {cause}")
+            cause = "another client also wrote to this partition" if end > count else "the broker lost records"
+            raise LogError(f"{topic}/{partition} ends at offset {end}, expected {count}: {cause}; delete the run and import it again")
 
 
 def _relocated(archived: ArchivedLog, kind: Kind, partition: int, relocation: Relocation) -> Iterator[Record]:

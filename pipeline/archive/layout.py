@@ -1,6 +1,6 @@
-"""Tables of an archive: one row per record with its offset and the columns of its payload; in `rollouts` one row per sample.
+"""Schemas of an archive's tables: one row per record (in `rollouts` one per sample) with its offset, key and payload columns.
 
-Payload columns keep their names and types; a name that the record's own columns use gets the prefix `payload_`.
+Payload columns keep their names and types. A payload column whose name the record columns use has the prefix `payload_`.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ RECORD = (
     pa.field("key", pa.binary()),
 )
 ORIGINAL = (pa.field("headers", pa.list_(HEADER)), pa.field("raw", pa.binary()), pa.field("problem", pa.string()))
-"""`headers` and `raw` are null if they follow from the other columns; `problem` is the reason why the record is unusable."""
+"""`headers` and `raw` (payload bytes) are null if they can be restored from the other columns; `problem` is why a record is unusable."""
 
 _TAKEN = frozenset(field.name for field in (*RECORD, *ORIGINAL))
 VERSIONS = (pa.field("policy_version_min", pa.int64()), pa.field("policy_version_max", pa.int64()))
@@ -40,28 +40,27 @@ _GROUP_FACTS = tuple(field.name for field in GROUP_FACTS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Codec of the records of one table."""
+    """One table of an archive, and the functions that read and write its records."""
 
     name: str
     topic: str
     codec: Codec
     facts: tuple[pa.Field, ...]
-    """Columns from the headers; only `worker` is not in the payload."""
+    """Columns from record headers. Except for `worker`, they also follow from the payload."""
     read: Callable[..., Any]
-    """(record, run=) -> headers and payload; raises `Unusable`."""
+    """(record, run=) -> (headers, payload); raises `Unusable`."""
     decode: Callable[[bytes], Any]
     encode: Callable[[Any], bytes]
     headers: Callable[..., Headers]
-    """(payload, run=, worker=, value=) -> headers of the record."""
+    """(payload, run=, worker=, value=) -> headers of a record."""
 
     @property
     def payload(self) -> dict[str, str]:
-        """Column in the table -> column of the payload."""
+        """Table column -> payload column."""
         return {(f"payload_{name}" if name in _TAKEN else name): name for name in self.codec.schema.names}
 
     @property
     def schema(self) -> pa.Schema:
-        """The table's columns."""
         types = [self.codec.schema.field(name).type for name in self.payload.values()]
         columns = [pa.field(name, relaxed(kind)) for name, kind in zip(self.payload, types, strict=True)]
         return pa.schema([*RECORD, *columns, *self.facts, *ORIGINAL])
@@ -71,7 +70,7 @@ class Kind:
 
 
 def relaxed(kind: pa.DataType) -> pa.DataType:
-    """The same type with nullable elements and fields, as other writers of Parquet make them."""
+    """Return the type with all nested fields nullable, as other Parquet writers produce them."""
     if pa.types.is_struct(kind):
         return pa.struct([pa.field(field.name, relaxed(field.type)) for field in kind])
     if pa.types.is_map(kind):
@@ -82,7 +81,7 @@ def relaxed(kind: pa.DataType) -> pa.DataType:
 
 
 def _read_part(record: Record, *, run: str) -> tuple[Headers, Part]:
-    """Read a single part; headers about the group are checked only if it is the only part."""
+    """Read one part of a group record; headers about the whole group are checked only if there is just one part."""
     headers, part = groups.check(record, run=run), groups.decode_part(record.value)
     match(headers, group=part.group.group, outcome=part.group.outcome, part=part.part, parts=part.parts)
     if part.parts == 1:
@@ -96,17 +95,17 @@ def _run_headers(record: runs.RunRecord, *, run: str, **_: Any) -> Headers:
 
 
 def _with_worker(headers: Callable[..., Headers]) -> Callable[..., Headers]:
-    """Headers function of records whose worker is only in a header."""
+    """Adapt a headers function of records whose worker is only in a header."""
     return lambda payload, *, run, worker, **_: headers(payload, run=run, worker=worker)
 
 
 def _plain(headers: Callable[..., Headers]) -> Callable[..., Headers]:
-    """Headers function of records with their worker in the payload, or none."""
+    """Adapt a headers function of records whose worker is in the payload or nowhere."""
     return lambda payload, *, run, **_: headers(payload, run=run)
 
 
 def _kind(name: str, module: Any, headers: Callable[..., Headers], *facts: pa.Field, **functions: Any) -> Kind:
-    """A table of the records of a topic's module; `functions` override those of the module."""
+    """Define a table from the module of a topic; `functions` override the module's codec, read, decode and encode."""
     own = {"codec": module.CODEC, "read": module.read, "decode": module.decode, "encode": module.encode}
     return Kind(name=name, headers=headers, facts=facts, **{"topic": name, **own, **functions})
 
@@ -138,11 +137,11 @@ KINDS: Mapping[str, Kind] = {
         _kind("chunks", weights, _with_worker(weights.chunk_headers), WORKER, topic="weights", **_CHUNKS),
     )
 }
-"""In the order of reading end offsets: from effect to cause, so that a record's references are archived as well."""
+"""Tables by name. End offsets are read in this order, referring records first, so that the records they refer to are archived too."""
 
 
 def kind_of(topic: str, partition: int) -> Kind:
-    """The table of the records of a topic, by its plain name: `kind_of("weights", 1).name` is "chunks"."""
+    """Return the table for a topic's partition; `topic` is the name without the run. `kind_of("weights", 1).name` is "chunks"."""
     if topic == RUNS_TOPIC:
         return KINDS["runs"]
     return KINDS["chunks" if topic == "weights" and partition else topic]

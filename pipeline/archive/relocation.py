@@ -1,4 +1,4 @@
-"""Rewrites offsets and the run id in a run's records. Valid checksums are recomputed; invalid ones stay as they are."""
+"""Rewrites offsets and the run id in records that are imported to new topics. Valid checksums are recomputed, invalid ones copied."""
 
 import re
 import zlib
@@ -17,7 +17,7 @@ from penstock.topics.wire.headers import CHECKSUM, Headers
 from penstock.topics.wire.record import RawHeaders, Record
 
 GONE = -1
-"""New offset of a record that the archive does not have; readers treat it as deleted by retention."""
+"""New offset of a record that is not in the archive. Readers treat such a record as deleted by retention."""
 
 _RECORD_ID = re.compile(rb"(.+)/(\d{1,9})/(\d{1,18})")
 """Key of a dead letter: topic, partition and offset of its record."""
@@ -25,26 +25,25 @@ _COVERED = frozenset(name.replace("_", "-") for name in Headers.__dataclass_fiel
 
 
 def checksum(headers: RawHeaders, value: bytes) -> bytes:
-    """Value of the header `crc32` of a record, as "76398ec4"."""
+    """Return the value of a record's header `crc32`: 8 hexadecimal digits."""
     lines = b"".join(b"\n%b=%b" % (name.encode(), text or b"") for name, text in headers if name in _COVERED)
     return b"%08x" % zlib.crc32(lines, zlib.crc32(value))
 
 
 def signed(headers: RawHeaders, value: bytes) -> RawHeaders:
-    """The headers with their checksum recomputed."""
     recomputed = checksum(headers, value)
     return tuple((name, recomputed if name == CHECKSUM else text) for name, text in headers)
 
 
 class Relocation:
-    """Rewrites the records of one run for new topics, which get them in order from offset 0."""
+    """Rewrites the records of run `run` for the topics of run `becomes`, where each partition starts at offset 0."""
 
     def __init__(self, run: str, becomes: str) -> None:
         self.run, self.becomes = run, becomes
         self._offsets: defaultdict[tuple[str, int], array[int]] = defaultdict(lambda: array("q"))
-        """(plain topic, partition) -> the old offsets, ascending; the index of each is its new offset."""
+        """(topic, partition) -> ascending old offsets; the index of an old offset is the new offset."""
         self._digests: dict[str | None, str] = {}
-        """Digest of each entry of the ledger -> that of the relocated entry."""
+        """Digest of a ledger entry -> digest of the rewritten entry."""
         self._rewrites: dict[str, Callable[[bytes], bytes]] = {
             **dict.fromkeys(("runs", "run"), lambda value: runs.encode(replace(runs.decode(value), run=becomes))),
             "weights": self._manifest,
@@ -53,17 +52,17 @@ class Relocation:
         }
 
     def note(self, kind: Kind, record: Record) -> None:
-        """Add the next record of its partition."""
+        """Assign the next new offset of the record's partition. Call this for each record in offset order."""
         self._offsets[kind.topic, record.partition].append(record.offset)
 
     def offset(self, topic: str, partition: int, old: int) -> int:
-        """The new offset of a noted record; `GONE` for another one."""
+        """Return the new offset of the record at offset `old`; `GONE` if `note` was not called for it."""
         offsets = self._offsets.get((topic, partition), ())
         index = bisect_left(offsets, old)
         return index if index < len(offsets) and offsets[index] == old else GONE
 
     def apply(self, kind: Kind, record: Record) -> Record:
-        """The record for the new topics; its references must be noted before."""
+        """Return the record as rewritten for the new topics. Call `note` for all records that it refers to first."""
         value, headers = self._payload(kind, record.value), self._headers(record.headers)
         if (CHECKSUM, checksum(record.headers, record.value)) in record.headers:
             headers = signed(headers, value)
@@ -99,7 +98,7 @@ class Relocation:
         return weights.encode(replace(manifest, chunk_offsets=offsets))
 
     def _entry(self, value: bytes) -> bytes:
-        """Continue the chain of digests, without resume points; a digest of no entry stays as it is."""
+        """Rewrite a ledger entry: new offsets and chained digests, no resume point. A digest that matches no earlier entry is copied."""
         entry = ledger.decode(value)
         details = without_resume_point(entry.details)
         plan = tuple(replace(planned, offset=self.offset("groups", planned.partition, planned.offset)) for planned in entry.plan)
@@ -110,7 +109,7 @@ class Relocation:
         return relocated
 
     def _dead_letter(self, value: bytes) -> bytes:
-        """Rewrite the carried record too."""
+        """Rewrite a dead letter, including the record that it contains."""
         dead_letter = dead_letters.decode(value)
         topic = dead_letter.topic.removeprefix(f"{self.run}.")
         record = dead_letters.to_record(dead_letter)

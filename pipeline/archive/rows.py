@@ -1,4 +1,4 @@
-"""Converts records to rows of an archive's tables. A row that does not restore the record's exact bytes also stores these."""
+"""Converts records to rows of an archive's tables. A row from which the record's bytes could not be restored also stores the bytes."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -25,16 +25,16 @@ _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
 def read_tables(reader: BulkReader, kind: Kind, partition: int, *, run: str, first: int, end: int) -> Iterator[tuple[pa.Table, int]]:
-    """Yield (rows, the offset after them) of a partition from `first` up to `end`. Raises `LogError`."""
+    """Yield (rows, offset after the last one) for the records of a partition from offset `first` to before `end`. Raises `LogError`."""
     for block in reader.read(kind.kafka_name(run), partition, first=first, end=end):
         records: Sequence[Record] = block
-        if kind.name == "runs":  # the register of all runs; a record without a value is a tombstone
+        if kind.name == "runs":  # this topic has the records of all runs; an empty value is a tombstone
             records = [record for record in block if record.key == run.encode() and record.value]
         yield to_table(kind, records, run=run), block[-1].offset + 1
 
 
 def to_table(kind: Kind, records: Sequence[Record], *, run: str) -> pa.Table:
-    """The rows of records, in their order; one row for a payload without rows."""
+    """Convert records to rows, in order. A payload without rows yields one row of nulls."""
     numbers, columns = read_sound(records, run=run) if kind.name == "rollouts" else ([], {})
     if not numbers:
         return _each(kind, records, run=run)[0]
@@ -48,20 +48,20 @@ def to_table(kind: Kind, records: Sequence[Record], *, run: str) -> pa.Table:
 
 
 def _each(kind: Kind, records: Sequence[Record], *, run: str) -> tuple[pa.Table, list[int]]:
-    """(rows of records that are decoded and encoded one by one, number of rows of each)."""
+    """Convert records one by one; return the rows and the number of rows of each record."""
     rows = [_row(kind, record, run=run) for record in records]
     columns, counts = _payload_columns(kind, [row.payload for row in rows])
     repeated = None if max(counts, default=1) == 1 else pa.array(np.repeat(np.arange(len(counts)), counts))
     for field in kind.schema:
         if field.name not in columns and field not in RECORD:
             values = pa.array([row.columns.get(field.name) for row in rows], field.type)
-            # The record's own columns are repeated in each of its rows.
+            # A record's key, headers and other columns are repeated in each of its rows.
             columns[field.name] = values if repeated is None else values.take(repeated)
     return _table(kind, np.repeat(np.array(records, object), counts).tolist(), columns), counts
 
 
 def _table(kind: Kind, records: Sequence[Record], columns: dict[str, pa.Array | None]) -> pa.Table:
-    """A table with one row for each of `records`; missing columns are null."""
+    """Build a table with one row per entry of `records`; missing columns are null."""
     own = {
         "partition": [record.partition for record in records],
         "offset": [record.offset for record in records],
@@ -83,7 +83,7 @@ class _Row:
     payload: bytes | None
     """The payload encoded again; None if it cannot be decoded."""
     columns: dict[str, Any]
-    """Values of the columns that are not the payload's."""
+    """Values of the columns that are not from the payload."""
 
 
 def _row(kind: Kind, record: Record, *, run: str) -> _Row:
@@ -116,7 +116,7 @@ def _row(kind: Kind, record: Record, *, run: str) -> _Row:
 
 
 def _scrubbed(kind: Kind, record: Record) -> Record:
-    """The record without passwords, which earlier releases wrote."""
+    """Return the record without the passwords that earlier releases stored in it."""
     if kind.name not in ("runs", "run", "ledger") or (b'"security"' not in record.value and b'"tracking_uri"' not in record.value):
         return record
     try:
@@ -127,12 +127,12 @@ def _scrubbed(kind: Kind, record: Record) -> Record:
 
 
 def _original(record: Record, problem: str | None) -> _Row:
-    """A row with the record's original bytes only."""
+    """Return a row that stores only the bytes of the record."""
     return _Row(None, {"headers": _as_structs(record.headers), "raw": record.value, "problem": problem})
 
 
 def _payload_columns(kind: Kind, payloads: Sequence[bytes | None]) -> tuple[dict[str, pa.Array], list[int]]:
-    """(columns of encoded payloads by name, number of rows of each); a row of nulls for None."""
+    """Decode encoded payloads; return their columns by name and the number of rows of each. None yields a row of nulls."""
     streams = [payload for payload in payloads if payload is not None]
     if not streams:
         return {name: pa.nulls(len(payloads), kind.schema.field(name).type) for name in kind.payload}, [1] * len(payloads)
@@ -149,10 +149,10 @@ def _payload_columns(kind: Kind, payloads: Sequence[bytes | None]) -> tuple[dict
 
 
 def _batches(schema: pa.Schema, streams: Sequence[bytes]) -> list[pa.RecordBatch]:
-    """One batch per stream, all with `schema`; columns that a stream lacks are null."""
+    """Decode Arrow streams to one batch each, all with `schema`; columns that a stream lacks are null."""
     head, types, batches = schema.serialize().to_pybytes(), {field.name: field.type for field in schema}, []
     for complete, alike in groupby(streams, key=lambda stream: stream.startswith(head)):
-        if complete:  # as one stream: parsing the schema is the largest cost of a sample
+        if complete:  # decode as one stream, because parsing the schema costs most of the time
             batches += pa.ipc.open_stream(b"".join([head, *(stream[len(head) : -len(_END)] for stream in alike), _END]))
             continue
         for stream in alike:
@@ -170,7 +170,7 @@ def _as_structs(headers: RawHeaders) -> list[dict[str, Any]]:
 _SCHEMA = rollouts.UNLIMITED.schema
 _HEAD = _SCHEMA.serialize().to_pybytes()
 _WRITTEN = [field for field in _SCHEMA if not field.nullable]
-"""Columns with values; the later ones, of trajectories, are null."""
+"""Columns that every sample has. The other columns are those of trajectories, null for other samples."""
 _MOST_LAYOUTS = 2048
 _METADATA_BYTES = 4096
 _FACTS = {
@@ -188,29 +188,35 @@ _NAN = np.float32("nan").view(np.uint32)
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Payloads with the same metadata differ only in the values of their columns; all other bits are fixed."""
+    """Layout of encoded samples with the same Arrow metadata: which bits are column values and which are fixed.
+
+    A payload that has all fixed bits can be read by slicing bytes, without decoding it.
+    """
 
     size: int
     positions: NDArray[np.intp]
     mask: NDArray[np.uint8]
     fixed: bytes
     values: tuple[slice, ...]
-    """Bytes of each column's values, then of the validity bitmap of logprobs."""
+    """Byte ranges of the columns' values and, last, of the validity bitmap of the logprobs."""
     tokens: int
     spans: int
     nulls: int
 
     def fits(self, value: bytes) -> bool:
-        """True if a payload has the fixed bits of this layout."""
+        """True if a payload has this size and these fixed bits."""
         return len(value) == self.size and (np.frombuffer(value, np.uint8)[self.positions] & self.mask).tobytes() == self.fixed
 
 
 _layouts: OrderedDict[bytes, _Layout | None] = OrderedDict()
-"""Metadata bytes before a payload's body -> layout; None if our encoder does not write it."""
+"""Metadata bytes before a payload's body -> layout; None if our encoder does not write such a payload."""
 
 
 def read_sound(records: Sequence[Record], *, run: str) -> tuple[list[int], dict[str, pa.Array]]:
-    """(indices of sound records, columns of their payloads and headers by name)."""
+    """Read the samples that pass all checks of a reader and that our encoder would write with the same bytes, all at once.
+
+    Returns the indices of these records, and their columns by name.
+    """
     fitting = [(number, layout) for number, record in enumerate(records) if (layout := _layout_of(record))]
     if not fitting:
         return [], {}
@@ -230,7 +236,7 @@ def _filtered(columns: dict[str, pa.Array], mask: NDArray[np.bool_]) -> dict[str
 
 
 def _layout_of(record: Record) -> _Layout | None:
-    """The layout of a single-sample record; None if our encoder would write other bytes."""
+    """Return the layout of a record with a single sample; None if our encoder would write other bytes."""
     value = record.value
     if not value.startswith(_HEAD) or ("schema", rollouts.SCHEMA.encode()) not in record.headers:
         return None
@@ -274,7 +280,7 @@ def _new_layout(value: bytes, body: int) -> _Layout | None:
 
 
 def _value_range(array: pa.Array, base: int) -> tuple[int, int]:
-    """(first byte, number of bits) of a column's values in a payload at the address `base`."""
+    """Return (first byte, number of bits) of a column's values in a payload that starts at the address `base`."""
     if pa.types.is_list(array.type):
         array = array.values
     data = array.buffers()[-1]
@@ -286,10 +292,10 @@ def _bits(buffer: pa.Buffer | None, bits: int, base: int) -> tuple[int, int]:
 
 
 def _columns(values: Sequence[bytes], layouts: Sequence[_Layout]) -> dict[str, pa.Array]:
-    """The columns of payloads with these layouts, and the oldest and newest version of each."""
+    """Slice the columns out of payloads with these layouts, and add the oldest and newest policy version of each sample."""
     *parts, valid = zip(*([value[part] for part in layout.values] for value, layout in zip(values, layouts, strict=True)), strict=True)
     tokens, spans = (np.array(lengths, np.int64) for lengths in zip(*((layout.tokens, layout.spans) for layout in layouts), strict=True))
-    # Index of each token in bitmaps that start at a new byte for each sample.
+    # Bit index of each token in the joined bitmaps, where each sample starts at a new byte.
     bytes_each = -(-tokens // 8)
     bit = np.arange(tokens.sum()) + np.repeat(8 * (np.cumsum(bytes_each) - bytes_each) - (np.cumsum(tokens) - tokens), tokens)
     columns = {}
@@ -323,9 +329,9 @@ def _picked(bits: pa.Buffer, indices: NDArray[np.int64]) -> pa.Buffer:
 
 
 def _usable(columns: dict[str, pa.Array], nulls: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Mask of samples that no reader refuses and whose encoding is unique; `nulls` are the recorded numbers of null logprobs."""
+    """Return a mask of the samples that pass all checks of a reader; `nulls` are the recorded numbers of null logprobs."""
     tokens, spans = (columns[name].value_lengths().to_numpy() for name in ("token_ids", "span_versions"))
-    # From here on one entry per token; `owner` is its row.
+    # The following arrays have one entry per token; `owner` is the row of its sample.
     owner = np.repeat(np.arange(len(tokens)), tokens)
     array = columns["behaviour_logprobs"].values
     logprobs = np.frombuffer(array.buffers()[1], np.float32, len(owner)) if len(owner) else np.empty(0, np.float32)
@@ -334,7 +340,7 @@ def _usable(columns: dict[str, pa.Array], nulls: NDArray[np.int64]) -> NDArray[n
     usable = np.bincount(owner[null], minlength=len(tokens)) == nulls
     usable[owner[(missing != null) | (missing & (logprobs.view(np.uint32) != _NAN)) | (~np.isfinite(logprobs) & mask)]] = False
     usable[owner[columns["token_ids"].values.to_numpy() < 0]] = False
-    # The oldest version of a partly masked sample is that of its trained tokens.
+    # Partly masked samples of several versions are left to the slow path: their oldest version is that of the trained tokens.
     usable[np.intersect1d(owner[~mask], np.flatnonzero(spans > 1))] = False
     bounds, starts = columns["span_starts"].offsets.to_numpy(), columns["span_starts"].values.to_numpy()
     falls = np.flatnonzero(np.diff(starts) < 0) + 1
@@ -348,5 +354,5 @@ def _usable(columns: dict[str, pa.Array], nulls: NDArray[np.int64]) -> NDArray[n
 
 
 def _follow(record: Record, expected: RawHeaders) -> bool:
-    """True if a record has these headers and their checksum."""
+    """True if a record has exactly these headers and a valid checksum."""
     return record.headers[:-1] == expected and record.headers[-1] == (CHECKSUM, checksum(expected, record.value))

@@ -1,4 +1,4 @@
-"""SQL over a run's live topics or an archive, with the figures of `penstock report`; a query reads only the topics that it names."""
+"""SQL over a run's live topics or an archive: tables, views, and the topics a query reads. Figures agree with `penstock report`."""
 
 import csv
 import io
@@ -66,7 +66,7 @@ TABLES: Mapping[str, tuple[pa.Schema, Callable[[RunTables], pa.Table]]] = {
     "turns": (TURNS, RunTables.turns),
     "timeline": (TIMELINE, lambda of: timeline(of.log, of.run)),
 }
-"""Table -> its columns and the function that fills it; samples come before groups, which then are decoded only once."""
+"""Table -> (columns, function that computes the rows). Samples come before groups, so that groups are decoded only once."""
 
 LAG = """
 with trained as (select step, version, committed, unnest(groups) as "group" from steps)
@@ -114,21 +114,21 @@ VIEWS: Mapping[str, tuple[str, frozenset[str]]] = {
     "lag": (LAG, frozenset({"samples", "groups", "steps"})),
     "rewards": (REWARDS, frozenset({"groups"})),
 }
-"""View -> its query and its tables; a view comes after those that it uses."""
+"""View -> (query, tables that the query reads). A view comes after the views that it uses."""
 
 
 ALIASES = tuple(name for name in RAW if name not in TABLES)
-"""Tables of `raw` that can be named without it."""
+"""Tables of the schema `raw` that can also be named without `raw.`."""
 _WORD = re.compile(r"[a-z_]+")
 _IN_RAW = re.compile(r"\braw\s*\.\s*([a-z_]+)")
 _COMPUTED_NAMES = {"query", "query_table"}
 _OURS = "select view_name as name from duckdb_views() where not internal and schema_name = 'main' and view_name[1] <> '_' order by 1"
-"""Result of `show tables`, without the tables behind the views."""
+"""Query that replaces `show tables`: it hides the tables behind the views."""
 _SHOW = re.compile(r"\s*show\s+tables\s*;?\s*", re.IGNORECASE)
 
 
 class Tables(Protocol):
-    """Source of the rows of a run."""
+    """Tables of one run, live or archived."""
 
     @property
     def log(self) -> Log: ...
@@ -137,19 +137,19 @@ class Tables(Protocol):
     def run(self) -> str: ...
 
     def rows(self, name: str) -> Source:
-        """The archive's table of that name."""
+        """Return the rows of the `raw` table of this name, one per record."""
         ...
 
 
 class LiveTables:
-    """The live topics; a table has the records up to the ends at its first read."""
+    """Tables of a run's live topics. A table has the records up to the end offsets at its first read."""
 
     def __init__(self, log: KafkaLog, run: str) -> None:
         self.log, self.run = log, run
         prepare()
 
     def computed(self, names: Collection[str]) -> dict[str, Source]:
-        """Those of `samples`, `groups` and `steps` in `names`: the files of the run's index, and the rows after them."""
+        """Return `samples`, `groups` and `steps` from the run's index, if they are in `names`."""
         tables: dict[str, Source] = {}
         if not {"samples", "groups", "steps"}.isdisjoint(names):
             index, ended = open_index(self.log, self.run)
@@ -168,7 +168,7 @@ class LiveTables:
         return Stored(files=copy.paths, rest=rest)
 
     def rows(self, name: str) -> pa.Table:
-        """A topic's records up to its current ends."""
+        """Read the records of a topic up to the current end offsets."""
         kind = KINDS[name]
         topic = kind.kafka_name(self.run)
         count = self.log.partitions(topic) or 0
@@ -185,44 +185,44 @@ class LiveTables:
 
 
 class ArchivedTables:
-    """The files of an archive, read lazily."""
+    """Tables of an archive, whose files are read lazily."""
 
     def __init__(self, archived: ArchivedLog) -> None:
         self.log, self.run, self._archive = cast(Log, archived), archived.run, archived.archive
 
     def rows(self, name: str) -> Source:
-        """The table over all its files."""
+        """Return the archived table of this name, as the list of its files."""
         kind, archive = KINDS[name], self._archive
         files = [str(path) for partition in archive.partitions(kind) for path in archive.files(kind, partition)]
         return Scanned(files=files, schema=kind.schema) if files else kind.schema.empty_table()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """A query with the rows of the tables that it names; computed without the log."""
+class PreparedQuery:
+    """A query with the rows of all tables that it names, so that computing its result does not read the log."""
 
     query: str
     tables: dict[str, Source]
 
     def result(self, limits: Limits = NO_LIMITS) -> pa.Table:
-        """Compute the result. Raises `ValueError` if DuckDB refuses the query, and at a limit."""
+        """Compute the result. Raises `ValueError` if DuckDB refuses the query or a limit is exceeded."""
         with _translated():
             return compute(self.tables, _SETUP, _OURS if _SHOW.fullmatch(self.query) else self.query, limits)
 
 
-def ask(tables: Tables, query: str) -> pa.Table:
-    """The result of a query. Raises `ValueError` with DuckDB's hint for invalid SQL and unknown names."""
-    return question(tables, query).result()
+def run_query(tables: Tables, query: str) -> pa.Table:
+    """Run a query and return its result. Raises `ValueError`, with DuckDB's hint for invalid SQL and unknown names."""
+    return prepare_query(tables, query).result()
 
 
-def question(tables: Tables, query: str) -> Question:
+def prepare_query(tables: Tables, query: str) -> PreparedQuery:
     """Read the rows of the tables that a query names."""
-    return Question(query=query, tables=_tables(tables, _named(query)))
+    return PreparedQuery(query=query, tables=_tables(tables, _named(query)))
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON: bytes in hexadecimal, times as ISO 8601, no NaN; DuckDB returns sums of integers as decimals."""
-    if isinstance(value, Decimal):
+    """Convert a value for JSON: bytes to hexadecimal, times to ISO 8601, NaN and infinity to None."""
+    if isinstance(value, Decimal):  # DuckDB's type for sums of integers
         return int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, bytes):
         return value.hex()
@@ -240,14 +240,14 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def as_file(table: pa.Table, ending: str) -> bytes:
-    """A result in one of `FORMATS`. In CSV an apostrophe precedes a text that spreadsheets would take for a formula."""
+    """Encode a result as `ending`, one of `FORMATS`. In CSV, text that a spreadsheet would run as a formula is quoted."""
     if ending == "parquet":
         pq.write_table(table, packed := io.BytesIO())
         return packed.getvalue()
     rows = [{name: plain(value) for name, value in row.items()} for row in table.to_pylist()]
     if ending == "jsonl":
         return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
-    writer = csv.writer(text := io.StringIO())  # its line ends let it quote both of their characters
+    writer = csv.writer(text := io.StringIO())  # the default line end "\r\n" makes the writer quote both characters
     writer.writerows([_cell(value) for value in values] for values in [table.column_names, *(row.values() for row in rows)])
     return text.getvalue().encode("utf-8", "replace")
 
@@ -258,8 +258,8 @@ def _cell(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
-def gone_from(tables: Tables, query: str) -> list[str]:
-    """Deleted records of the topics of a query, one line per partition; empty for a query without tables."""
+def deleted_records(tables: Tables, query: str) -> list[str]:
+    """Return a sentence per partition from which retention has deleted records that the query would read."""
     named = _named(query)
     topics = {KINDS[table].topic for name, table in RAW.items() if f"raw.{name}" in named} | (
         set(COUNTED) if named & TABLES.keys() else set()
@@ -268,7 +268,7 @@ def gone_from(tables: Tables, query: str) -> list[str]:
 
 
 def views(steps: pa.Schema = STEPS) -> dict[str, list[tuple[str, str]]]:
-    """View -> its columns with their types; `steps` are the columns of the run's steps."""
+    """Return view or table -> its (column, type) pairs; `steps` are the columns of the run's steps, including metrics."""
     tables = _tables(None, set()) | {_own("steps"): pa.Table.from_batches([], schema=steps)}
     connection = filled(tables.items(), _SETUP)
     try:
@@ -279,7 +279,7 @@ def views(steps: pa.Schema = STEPS) -> dict[str, list[tuple[str, str]]]:
 
 
 def _named(query: str) -> set[str]:
-    """Views and tables among a query's words, those of `raw` as `raw.NAME`. Not parsed: DuckDB may take minutes to parse one."""
+    """Return the views and tables among a query's words (raw ones as `raw.NAME`). It is not parsed: DuckDB may take minutes for that."""
     text = query.lower().replace('"', "")
     plain = set(_WORD.findall(_IN_RAW.sub(" ", text)))
     if plain & _COMPUTED_NAMES:
@@ -290,7 +290,7 @@ def _named(query: str) -> set[str]:
 
 
 def _tables(tables: Tables | None, named: set[str]) -> dict[str, Source]:
-    """All tables of the database; only the `named` ones have rows."""
+    """Return all tables of the database; only those in `named` have rows."""
     filled_in = {
         f"_{name}": tables.rows(table) if tables is not None and f"raw.{name}" in named else KINDS[table].schema.empty_table()
         for name, table in RAW.items()
@@ -304,7 +304,7 @@ def _tables(tables: Tables | None, named: set[str]) -> dict[str, Source]:
 
 
 def _own(name: str) -> str:
-    """Name of a table of `TABLES` in the database: another one if a view has its name."""
+    """Return the name in the database of a table in `TABLES`, which differs if a view has the same name."""
     return f"_{name}_table" if name in VIEWS else name
 
 
@@ -322,10 +322,10 @@ def _translated() -> Iterator[None]:
         yield
     except OutOfMemory as error:
         raise ValueError(
-            f"the query takes more than {database.MEMORY_BYTES / 2**30:g} GiB: narrow it, or query an export with DuckDB itself"
+            f"the query needs more than {database.MEMORY_BYTES / 2**30:g} GiB: narrow it, or export the run and query the files with DuckDB"
         ) from error
     except NotAQuery as error:
-        raise ValueError("expected one read-only statement: SELECT, DESCRIBE, SUMMARIZE or EXPLAIN") from error
+        raise ValueError("the query must be one read-only statement: SELECT, DESCRIBE, SUMMARIZE or EXPLAIN") from error
     except OSError as error:
         raise ValueError(f"the query cannot be computed: {error}") from error
     except (Refused, duckdb.Error) as error:

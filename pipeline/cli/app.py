@@ -1,4 +1,4 @@
-"""The command line: its commands, and message and exit status of every error: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+"""The command line `penstock`: commands, error messages and exit status (0 success, 1 failure, 2 wrong usage, 130 interrupted)."""
 
 import contextlib
 import gc
@@ -43,16 +43,15 @@ SYNONYMS = {
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 COMPLETE = "_PENSTOCK_COMPLETE"
-"""Variable with which a shell requests the completions of a line."""
+"""Environment variable by which a shell requests completions of a command line."""
 GC_OBJECTS = 20_000
-"""New objects between two garbage collections; at Python's 700, collections during the imports take 0.1 s."""
+"""New objects between two garbage collections. At Python's default of 700, collections during imports take 0.1 s."""
 
 
 class Grouped(typer.core.TyperGroup):
-    """Lists the commands under headings, in the order in which they were added."""
+    """Command group whose help lists the commands under headings, in the order in which they were added."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write one list of names and short texts for each heading."""
         lists: dict[str, list[tuple[str, str]]] = {}
         for name in self.list_commands(ctx):
             command: Any = self.commands[name]
@@ -84,17 +83,17 @@ app.add_typer(runs_app, name="runs", rich_help_panel=INSPECT, short_help="List t
 app.command(rich_help_panel=INSPECT, short_help="Progress of a run and activity of each worker.")(status)
 app.command(rich_help_panel=INSPECT, short_help="Show runs in a browser: live, compared, in SQL.")(ui)
 app.command(rich_help_panel=INSPECT, short_help="Print the logs of a run's workers; -f follows.")(logs)
-app.command(rich_help_panel=INSPECT, short_help="Report on a run: reward, groups, staleness, time; as a page.")(report)
+app.command(rich_help_panel=INSPECT, short_help="Report on a run as text or HTML: reward, groups, staleness, time.")(report)
 app.command(rich_help_panel=INSPECT, short_help="Verify from the log that nothing was lost or trained twice.")(audit)
-app.command(rich_help_panel=INSPECT, short_help="Write a model card and a statement that can be checked.")(card)
-app.command(rich_help_panel=INSPECT, short_help="Verify a model by its statement, its log and repeated steps.")(verify)
+app.command(rich_help_panel=INSPECT, short_help="Write a model card and a provenance statement.")(card)
+app.command(rich_help_panel=INSPECT, short_help="Verify a model: its files, its run's log, recomputed steps.")(verify)
 app.command("explain", rich_help_panel=INSPECT, short_help="Trace one group: samples, rewards, status.")(explain_group)
 app.command(rich_help_panel=INSPECT, short_help="Query a run in SQL.")(sql)
 app.add_typer(topics_app, name="topics", rich_help_panel=INSPECT, short_help="List, show, export, import and delete records.")
 app.command(rich_help_panel=INSPECT, short_help="List the roles and the topics each reads and writes.")(graph)
 app.command(rich_help_panel=REPLAY, short_help="Start a new run from another run's weights.")(fork)
 app.command(rich_help_panel=REPLAY, short_help="Find the step and the groups that spoiled a run.")(bisect)
-app.command(rich_help_panel=REPLAY, short_help="Score a run again; train its groups under another reward.")(regrade)
+app.command(rich_help_panel=REPLAY, short_help="Score a run with another reward, and train on it again.")(regrade)
 app.add_typer(replay_app, name="replay", rich_help_panel=REPLAY, short_help="Repeat a stage, unchanged or with a change.")
 app.add_typer(broker_app, name="broker", rich_help_panel=MACHINE, short_help="Start, run, stop and check this machine's Kafka broker.")
 app.add_typer(model_app, name="model", rich_help_panel=MACHINE, short_help="Make a small model.")
@@ -118,13 +117,13 @@ def _root(
 
 
 def console() -> int:
-    """The console script: run the command of this process's arguments and return the exit status."""
+    """Entry point of the script `penstock`: run the command in `sys.argv` and return the exit status."""
     keep_ignored_here()
     hide_secrets()
     gc.set_threshold(GC_OBJECTS)
     status = main()
-    if "duckdb" not in sys.modules:  # which lists its uncollected objects on stderr at exit
-        gc.freeze()  # otherwise the interpreter's end goes through every object of the libraries
+    if "duckdb" not in sys.modules:  # DuckDB reports its uncollected objects on stderr at exit
+        gc.freeze()  # makes the interpreter exit faster: it does not visit the libraries' objects
     return status
 
 
@@ -146,10 +145,10 @@ def _run(arguments: Sequence[str] | None, *, closed: bool) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of the pipe has closed it; the interpreter must not flush to it on exit.
+        # The reader has closed the pipe: the interpreter must not flush to it on exit.
         silence(sys.stdout)
         return OK
-    except Exception as error:  # the process's edge: every error becomes one line
+    except Exception as error:  # every error is reported in one line
         if debug:
             traceback.print_exc()
         message, exit_status = explain(error)
@@ -170,7 +169,7 @@ def _invoke(words: list[str]) -> int:
 
 
 def explain(error: Exception) -> tuple[str, int]:
-    """Message and exit status of an error: `explain(ValueError("--plot needs --accelerators"))` is ("--plot needs --accelerators", 1)."""
+    """Return the one-line message and the exit status for an error."""
     if isinstance(error, typer.Abort):
         return "aborted", FAILED
     if isinstance(error, typer.TyperException):
@@ -185,12 +184,12 @@ def explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}", FAILED
     if isinstance(error, ModuleNotFoundError):
-        return f"{error.name} is not installed on this machine; `penstock doctor` says which extra has it", FAILED
-    return f"unexpected {type(error).__name__}: {_line(error)}; --debug shows where it happened", FAILED
+        return f"package {error.name} is not installed; `penstock doctor` shows how to install it", FAILED
+    return f"unexpected {type(error).__name__}: {_line(error)}; repeat with --debug for a traceback", FAILED
 
 
 def _with_synonym(message: str) -> str:
-    """The message; for an unknown command in `SYNONYMS`, with the command of that meaning instead of one that is spelled alike."""
+    """Replace the suggestion of a similarly spelled command by the one in `SYNONYMS`, if the unknown command is listed there."""
     match = re.match(r"No such command '(.+?)'\.", message)
     return f"{match[0]} That is `penstock {SYNONYMS[match[1]]}`." if match and match[1] in SYNONYMS else message
 
@@ -202,12 +201,13 @@ def _line(error: object) -> str:
 ONLY_PRINT = frozenset(
     {"runs", "status", "logs", "report", "explain", "sql", "graph", "plan", "topics list", "topics tail", "topics show", "topics acls"}
 )
+"""Commands that are useless without standard output."""
 WRITES = ("--html", "--plot", "-h", "--help")
-"""Options with which such a command writes a file or shows its usage."""
+"""Options with which a command in `ONLY_PRINT` writes a file or shows its usage."""
 
 
 def open_closed() -> bool:
-    """Give each closed standard stream the null device, as a file that is opened later must not get its number; True for stdout."""
+    """Open the null device for each closed standard stream, so that no other file gets its descriptor; return True if stdout was closed."""
     closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
     for name in closed:
         setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w", encoding="utf-8"))
@@ -215,16 +215,16 @@ def open_closed() -> bool:
 
 
 def refuse_unseen(words: Sequence[str]) -> None:
-    """Raise `PenstockError` if the command of these words only prints, for a process whose standard output is closed."""
+    """Raise `PenstockError` if the command in `words` only prints. Call this if standard output is closed."""
     names = [word for word in words if not word.startswith("-")]
     command = next((text for text in (" ".join(names[:2]), " ".join(names[:1])) if text in ONLY_PRINT), None)
     if command and names[:2] != ["runs", "rm"] and not any(word.startswith(WRITES) for word in words):
-        raise PenstockError(f"the standard output is closed, and `penstock {command}` only prints: give it a terminal, a file or a pipe")
+        raise PenstockError(f"`penstock {command}` prints its result, but standard output is closed: redirect it to a file or a pipe")
 
 
 @contextlib.contextmanager
 def checked_output() -> Iterator[None]:
-    """Let the standard output raise `OutputError` if its device takes nothing more; a pipe that was closed stays a `BrokenPipeError`."""
+    """Make failed writes to standard output raise `OutputError`; a closed pipe still raises `BrokenPipeError`."""
     before = sys.stdout
     sys.stdout = _Checked(before)  # type: ignore[assignment]
     try:
@@ -235,11 +235,11 @@ def checked_output() -> Iterator[None]:
 
 
 class OutputError(OSError):
-    """The standard output takes nothing more."""
+    """Writing to standard output failed."""
 
 
 class _Checked(VisibleStream):
-    """A text stream whose failures are distinguished from those of files."""
+    """Standard output whose failures raise `OutputError`, to distinguish them from failures of other files."""
 
     def write(self, text: str) -> int:
         with self._checked():
@@ -257,4 +257,4 @@ class _Checked(VisibleStream):
             raise
         except OSError as error:
             silence(self._stream)
-            raise OutputError(f"cannot write to the standard output: {error.strerror}") from error
+            raise OutputError(f"cannot write to standard output: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""Commands that inspect a run: status, logs, report, audit, explain, sql, graph, ui; and `penstock stop`. They write to no topic."""
+"""Commands that inspect a run (status, logs, report, audit, explain, sql, graph, ui), and `penstock stop`. They write to no topic."""
 
 import contextlib
 import shutil
@@ -51,7 +51,7 @@ def status(
         reader = RunReader(log, run_id)
         completions = Completions(reader.run)
         saved, since = newest(log, reader.run)
-        # Read the newest groups again for their texts: the saved view may include all of them, without texts.
+        # Read the newest groups again, because a saved view has them without texts.
         since = {tp: max(0, offset - RECENT) if tp[0].endswith(".groups") else offset for tp, offset in since.items()}
         view = read_view(reader, topics=WATCHED, also=completions.add, view=saved, since=since)
         now_s = time.time()
@@ -71,7 +71,7 @@ def status(
     console.print(frame(view, now_s=now_s, silent=silent, width=console.width, completions=completions.shown()))
     if not has_ended(view) and launcher_of(run_directory(view.run)) is None:
         for role in missing(view, now_s=now_s, silent=silent):
-            print(f"missing: {role} (`penstock worker {role} --run {view.run}`)")
+            print(f"no {role} worker is running; start one: penstock worker {role} --run {view.run}")
     if stuck is not None and still_s is not None:
         from penstock.pipeline.launch.stall_watchdog import describe
 
@@ -91,7 +91,7 @@ def _follow(run: str, bootstrap: str, security: list[str] | None, *, json: bool)
     from penstock.pipeline.inspect.run_status import has_ended
 
     if json:
-        raise ConfigError("give either --follow or --json")
+        raise ConfigError("--follow and --json cannot be combined; give one of them")
     with on_broker(run, bootstrap, security) as (log, run_id):
         view = LiveView(log, run_id, console=Terminal(), plain=False)
         try:
@@ -103,7 +103,7 @@ def _follow(run: str, bootstrap: str, security: list[str] | None, *, json: bool)
 
 
 def graph(mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a Mermaid flow chart.")] = False, json: Json = False) -> None:
-    """Print the DAG: roles and the topics each reads and writes."""
+    """Print the roles of a run and the topics that each reads and writes."""
     from penstock.pipeline.runtime import roles as table
 
     if json:
@@ -116,8 +116,8 @@ def report(
     run: RunOrFolder,
     *,
     full: Annotated[bool, typer.Option("--full", help="Print all figures.")] = False,
-    html: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a page with timeline, curves and samples.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=0, help="With --html: number of completion tokens that are shown one by one.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="PATH", help="Write an HTML page with timeline, curves and samples.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=0, help="With --html: number of completion tokens shown one by one.")] = None,
     trust_code: TrustCode = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
@@ -151,7 +151,6 @@ def report(
 def _page(
     run: str, html: Path | None, tokens: int | None, *, trust_code: bool, bootstrap: str, security: list[str] | None, json: bool
 ) -> None:
-    """Write the page of a run; --tokens is not limited."""
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.inspect.report.summary import Progress
     from penstock.pipeline.inspect.web.build import Limits, build, write
@@ -159,9 +158,10 @@ def _page(
     if html is None:
         raise ConfigError("--tokens needs --html PATH")
     if html.is_dir() or not html.absolute().parent.is_dir():
-        raise ConfigError(f"--html {html}: {'is a folder' if html.is_dir() else 'the folder does not exist'}; give the path of a file")
+        problem = "this is a directory" if html.is_dir() else "its directory does not exist"
+        raise ConfigError(f"--html {html}: {problem}; give the path of a file")
     if html.exists() and not html.is_file():  # writing would replace a device or a pipe by a file
-        raise ConfigError(f"--html {html}: that is no file; give the path of a file")
+        raise ConfigError(f"--html {html}: not a regular file; give the path of a file")
     limits = Limits() if tokens is None else Limits().with_tokens(tokens)
     with reading(run, bootstrap, security) as (log, run_id):
         page = build(log, run_id, limits=limits, trust_code=trust_code, alive=Progress(notify))
@@ -186,12 +186,12 @@ STOP_LIMIT_S = 240.0
 
 def logs(
     run: Run,
-    role: Annotated[str | None, typer.Argument(metavar="[ROLE]", help="A role, or one worker: rollout, rollout-0, …")] = None,
+    role: Annotated[str | None, typer.Argument(metavar="[ROLE]", help="A role or one worker: rollout, rollout-0, …")] = None,
     *,
-    count: Annotated[int, typer.Option("-n", min=0, help="Last lines of each worker to print first.")] = LOG_LINES,
+    count: Annotated[int, typer.Option("-n", min=0, help="Number of last lines per worker.")] = LOG_LINES,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until Ctrl-C.")] = False,
 ) -> None:
-    """Print the logs of a run's workers on this machine, in the order of their times."""
+    """Print the logs of a run's workers on this machine, sorted by time."""
     from penstock.pipeline.launch.run_lock import folder_of, log_files, timed_lines
 
     directory = folder_of(run)
@@ -218,11 +218,11 @@ def _print_log(file: Path, lines: list[str], width: int) -> None:
 
 
 def stop(run: Run) -> int:
-    """Stop a run whose launcher is on this machine, as Ctrl-C does; it can be resumed."""
+    """Stop a run that was started on this machine, as Ctrl-C does; it can be resumed."""
     from penstock.pipeline.launch.run_lock import folder_of, request_stop
 
     directory = folder_of(run)
-    stopping = f"stopping {directory.name}; its workers finish their work in flight"
+    stopping = f"stopping {directory.name}; its workers finish their current work"
     if not request_stop(directory, wait_s=STOP_LIMIT_S, requested=lambda: notify(stopping)):
         notify(f"{directory.name} did not stop within {STOP_LIMIT_S:.0f} s; see `penstock logs {directory.name}`")
         return 1
@@ -245,7 +245,7 @@ def audit(run: RunOrFolder, *, bootstrap: Bootstrap = "embedded", security: Secu
 
 
 def audit_source(run: str, bootstrap: str, security: list[str] | None) -> tuple[list["Anchor"], "Source"]:
-    """The figures in the run's folder on this machine, and the log; the folder first, because the run may be live."""
+    """Return the run's figures on this machine and the log to audit. The figures are read first, because a live run continues."""
     from penstock.infra.kafka.settings import librdkafka
     from penstock.infra.paths import run_directory
     from penstock.pipeline.archive.archived_log import ArchivedSource, open_archive
@@ -268,7 +268,7 @@ def explain(
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """Trace one prompt group: its workers, rewards, final status with its cause, gradient weight, and the time of each stage."""
+    """Trace one prompt group: workers, samples, rewards, final status and its cause, gradient weight, and the time of each stage."""
     from penstock.pipeline.archive.index.segments import partition_of
     from penstock.pipeline.inspect.explain import as_json, text
 
@@ -286,7 +286,8 @@ VALUE_WIDTH = 60
 def sql(
     run: RunOrFolder,
     query: Annotated[
-        str | None, typer.Argument(metavar="QUERY", help="One SELECT; `-` reads it from stdin; without one the views are listed.")
+        str | None,
+        typer.Argument(metavar="QUERY", help="One SELECT statement; `-` reads it from stdin. Without it, tables and columns are listed."),
     ] = None,
     *,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
@@ -298,13 +299,13 @@ def sql(
     from penstock.infra.errors import ConfigError, PenstockError
     from penstock.pipeline.archive.archived_log import ArchivedLog
     from penstock.pipeline.archive.index.run_index import open_index
-    from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask, gone_from, plain, views
+    from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, deleted_records, plain, run_query, views
     from penstock.pipeline.inspect.report.text import some_of
 
     if csv and json:
-        raise ConfigError("give either --csv or --json")
+        raise ConfigError("--csv and --json cannot be combined; give one of them")
     if query is None:
-        own = {}  # of a run that cannot be read, the columns that every run has
+        own = {}  # if the run cannot be read, list the columns that every run has
         with contextlib.suppress(PenstockError, ConfigError), reading(run, bootstrap, security) as (log, run_id):
             own = {"steps": open_index(log, run_id)[0].steps().schema}
         _list(views(**own), json=json)
@@ -313,13 +314,13 @@ def sql(
     try:
         with reading(run, bootstrap, security) as (log, run_id):
             tables = ArchivedTables(log) if isinstance(log, ArchivedLog) else LiveTables(cast("KafkaLog", log), run_id)
-            result = ask(tables, text)
-            if gone := some_of(gone_from(tables, text)):
-                notify("\n".join(["some records were deleted; the result covers the others:", *gone]))
-    except ValueError as error:  # a query that fails
+            result = run_query(tables, text)
+            if gone := some_of(deleted_records(tables, text)):
+                notify("\n".join(["some records were deleted, and the result does not include them:", *gone]))
+    except ValueError as error:  # the query failed
         raise ConfigError(str(error)) from error
     except KeyboardInterrupt:
-        notify("interrupted, there is no result")
+        notify("interrupted before there was a result")
         raise
     if csv:
         _print_csv(result)
@@ -362,16 +363,16 @@ def _print_table(result: "pa.Table") -> None:
     columns = [_cells(result[name].to_pylist()) for name in result.column_names]
     for cells in zip(*columns, strict=True):
         table.add_row(*map(Text, cells))
-    # In a pipe a table is as wide as its content: a terminal's width does not apply.
+    # In a pipe, a table is as wide as its content.
     Terminal(width=None if sys.stdout.isatty() else 10_000).print(table)
 
 
 def _cells(values: list[Any]) -> list[str]:
-    """Cells of a column; long values without their common prefix and suffix, such as those of a chat template."""
+    """Format the cells of a column. Long values are shown without the prefix and suffix they share, such as a chat template."""
     from penstock.pipeline.archive.sql import plain
     from penstock.pipeline.inspect.live.completions import without_template
 
-    # Numbers have six significant digits; --csv and --json have all.
+    # Numbers are printed with six significant digits; --csv and --json print all digits.
     plain_values = ["" if value is None else plain(value) for value in values]
     texts = [f"{value:.6g}" if isinstance(value, float) else str(value).replace("\n", "⏎") for value in plain_values]
     long = sorted({text for text in texts if len(text) > VALUE_WIDTH})
@@ -380,7 +381,7 @@ def _cells(values: list[Any]) -> list[str]:
 
 
 def _cut(text: str, part: str) -> str:
-    """Part of a text, with an ellipsis on each side that was cut."""
+    """Return `part` of `text`, with an ellipsis on each side that was cut, and at most `VALUE_WIDTH` characters."""
     start = text.index(part)
     cut = ("…" if start else "") + part + ("…" if start + len(part) < len(text) else "")
     return cut if len(cut) <= VALUE_WIDTH else cut[: VALUE_WIDTH - 1] + "…"
@@ -391,16 +392,18 @@ PORT = 8265
 
 def ui(
     *,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = PORT,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = PORT,
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 in a container whose port is published on loopback.")
     ] = "127.0.0.1",
-    write: Annotated[bool, typer.Option("--write", help="Let its pages change names, notes and tags of runs.")] = False,
-    compare: Annotated[list[str] | None, typer.Option(metavar="RUN", help="Print the page that compares these runs; repeatable.")] = None,
+    write: Annotated[bool, typer.Option("--write", help="Allow changing names, notes and tags of runs on the pages.")] = False,
+    compare: Annotated[
+        list[str] | None, typer.Option(metavar="RUN", help="Print the address of a comparison with this run; repeatable.")
+    ] = None,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
 ) -> None:
-    """Show runs in a browser: live pages, comparison, groups, SQL, logs; until Ctrl-C."""
+    """Serve pages about runs for a browser, until Ctrl-C: live view, comparison, groups, SQL, logs."""
     from urllib.parse import urlencode
 
     from penstock.infra.errors import PenstockError
@@ -413,11 +416,11 @@ def ui(
         try:
             server = Server(log, host=host, port=port, token=stable_token(state_directory() / "ui.token"), writable=write)
         except OSError as error:
-            raise PenstockError(f"cannot listen on {host}:{port}: {error.strerror}; give another --port, or 0") from error
+            raise PenstockError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port, or 0 for a free one") from error
         address_file = state_directory() / UI_ADDRESS
         address_file.write_text(server.address, encoding="utf-8")
         print(server.address + (f"compare?{urlencode({'run': compare}, doseq=True)}" if compare else ""), flush=True)
-        notify("open it in a browser on this machine; Ctrl-C ends the server")
+        notify("open this address in a browser on this machine; Ctrl-C stops the server")
         try:
             server.serve_forever()
         finally:

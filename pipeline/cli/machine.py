@@ -16,9 +16,7 @@ app = typer.Typer(help="Start, stop and check this machine's Apache Kafka broker
 @app.command()
 def start(
     *,
-    port: Annotated[
-        int | None, typer.Option(help="Loopback port for clients, remembered for the next start; a free one if absent.")
-    ] = None,
+    port: Annotated[int | None, typer.Option(help="Loopback port for clients, kept for later starts; default: a free one.")] = None,
     json: Json = False,
 ) -> None:
     """Start the broker if it is not running."""
@@ -30,18 +28,20 @@ def start(
 @app.command()
 def run(
     *,
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address of its listener; HOST may be 0.0.0.0.")] = "127.0.0.1:9092",
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address to listen on; HOST may be 0.0.0.0.")] = "127.0.0.1:9092",
     advertise: Annotated[
-        str | None, typer.Option(metavar="HOST[:PORT]", help="How clients reach it; HOST of --listen, or this machine's name, if absent.")
+        str | None, typer.Option(metavar="HOST[:PORT]", help="Address for clients; default: HOST of --listen, or this machine's name.")
     ] = None,
-    data: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of its files; the state directory if absent.")] = None,
-    drain: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="After SIGTERM, longest wait for connected workers.")] = 300.0,
-    stop_file: Annotated[Path | None, typer.Option(metavar="FILE", help="End at once, in order, as soon as FILE exists.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory for the broker's files; default: the state directory.")
+    ] = None,
+    drain: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Longest wait for connected workers after SIGTERM.")] = 300.0,
+    stop_file: Annotated[Path | None, typer.Option(metavar="FILE", help="Shut down at once when FILE exists.")] = None,
     json: Json = False,
 ) -> None:
-    """Run the broker in the foreground, as a container or a job step; SIGTERM ends it once no worker is connected.
+    """Run the broker in the foreground, for a container or job step; after SIGTERM it exits when no worker is connected.
 
-    Clients log in with the user and password of PENSTOCK_SECURITY if it is set here, else with those in DIR/broker/client.properties.
+    Clients log in with the user and password in PENSTOCK_SECURITY if set, else with those in DIR/broker/client.properties.
     """
     from penstock.infra.broker import access
     from penstock.infra.paths import make_files_private, state_directory, writable
@@ -65,7 +65,7 @@ def run(
 
 
 def _listener(listen: str, advertise: str | None) -> Any:
-    """The listener of `--listen` and `--advertise`. Raises `ConfigError`, and `PenstockError` if the address is not free."""
+    """Parse `--listen` and `--advertise`. Raises `ConfigError`, or `PenstockError` if the address is in use."""
     from penstock.infra.broker.settings import Listener
     from penstock.infra.errors import ConfigError, PenstockError
 
@@ -74,19 +74,21 @@ def _listener(listen: str, advertise: str | None) -> Any:
         raise ConfigError(f"--listen {listen}: expected HOST:PORT, such as 0.0.0.0:9092")
     name = advertise or (socket.gethostname() if host == "0.0.0.0" else host)
     if name.startswith("0.0.0.0"):
-        raise ConfigError(f"--advertise {name}: expected a name or address by which clients reach the broker")
+        raise ConfigError(f"--advertise {name}: expected a host name or address that clients can connect to")
     try:
         socket.create_server((host, int(port))).close()
     except OSError as error:
         raise PenstockError(
-            f"--listen {listen}: {os.strerror(error.errno or 0)}; end what listens there, or take another address"
+            f"--listen {listen}: {os.strerror(error.errno or 0)}; stop the process that listens there, or choose another address"
         ) from error
     return Listener(host, int(port), name if ":" in name else f"{name}:{port}")
 
 
 @app.command()
 def stop(
-    *, yes: Annotated[bool, typer.Option("--yes", help="Stop it although runs are active; they wait for it.")] = False, json: Json = False
+    *,
+    yes: Annotated[bool, typer.Option("--yes", help="Stop the broker even if runs are active; they wait for it.")] = False,
+    json: Json = False,
 ) -> None:
     """Stop the broker and keep its data. Refused while runs of this machine are active, unless --yes is given."""
     from penstock.infra.broker import embedded
@@ -94,17 +96,17 @@ def stop(
     from penstock.pipeline.launch.run_lock import attended_runs
 
     if not yes and (busy := attended_runs()):
-        raise PenstockError(f"the broker was not stopped: {', '.join(busy)} at work; stop them with `penstock stop RUN`, or add --yes")
+        raise PenstockError(f"the broker was not stopped, because {', '.join(busy)} is running: penstock stop RUN first, or add --yes")
     ran = embedded.stop()
     if json:
         _show(embedded.status(), json=True)
     else:
-        print("stopped; its data is kept" if ran else "it was not running")
+        print("the broker is stopped; its data is kept" if ran else "the broker was not running")
 
 
 @app.command()
 def status(*, json: Json = False) -> None:
-    """Show if the broker is running, and its address."""
+    """Show whether the broker is running, and its address."""
     from penstock.infra.broker import embedded
 
     _show(embedded.status(), json=json)
@@ -122,13 +124,13 @@ def _show(info: Any, *, json: bool) -> None:
 
 
 def doctor(
-    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="TOML file whose GPU placement is checked as well.")] = None,
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="Also check the GPU placement of this TOML file.")] = None,
     *,
-    imports: Annotated[bool, typer.Option("--imports", help="Import every package as well; takes a minute.")] = False,
+    imports: Annotated[bool, typer.Option("--imports", help="Also import every package; takes a minute.")] = False,
     bootstrap: Bootstrap = "embedded",
     json: Json = False,
 ) -> int:
-    """Check this machine: packages, Java, broker, disk, memory, GPUs; prints a fix for each problem."""
+    """Check this machine: packages, Java, broker, disk, memory, GPUs; print a fix for each problem."""
     from penstock.pipeline.launch.doctor import as_line, examine, summary
 
     findings = []
@@ -150,10 +152,10 @@ models = typer.Typer(help="Make small models.")
 def tiny(
     directory: Annotated[Path, typer.Argument(help="Directory of the new model.")],
     *,
-    seed: Annotated[int, typer.Option(help="Seed of its weights and of its warm start.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights and of the warm start.")] = 0,
     json: Json = False,
 ) -> None:
-    """Make a tiny Qwen3 with its tokenizer and a short supervised warm start; nothing is downloaded."""
+    """Make a tiny Qwen3 model with a tokenizer and a short supervised warm start; nothing is downloaded."""
     from penstock.pipeline.data.tiny.model import make_tiny_model
 
     def progress(step: int, steps: int, loss: float) -> None:
@@ -168,10 +170,10 @@ def tiny(
 def lake(
     directory: Annotated[Path, typer.Argument(help="Directory of the new model.")],
     *,
-    seed: Annotated[int, typer.Option(help="Seed of its weights and of its warm start.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights and of the warm start.")] = 0,
     json: Json = False,
 ) -> None:
-    """Make a tiny, badly trained Qwen3 for the frozen lake: the initial model of examples/lake.toml."""
+    """Make a tiny, barely trained Qwen3 model for the frozen-lake environment of examples/lake.toml."""
     from penstock.pipeline.data.tiny.model import LAKE, make_tiny_model
 
     path = make_tiny_model(directory, seed=seed, task=LAKE)

@@ -1,4 +1,4 @@
-"""Options of all commands, and connections to the broker they name. Results go to stdout, messages to stderr."""
+"""Options shared by commands, and connections to the broker that the options name. Results go to stdout, messages to stderr."""
 
 import json
 import sys
@@ -23,7 +23,10 @@ RunOrFolder = Annotated[
     str, typer.Argument(metavar="RUN|DIR", help="A run id, a unique prefix of one, `latest`, or a folder that `topics export` wrote.")
 ]
 Bootstrap = Annotated[
-    str, typer.Option(metavar="HOST:PORT", envvar="PENSTOCK_BOOTSTRAP", help="A Kafka broker; `embedded` is this machine's own.")
+    str,
+    typer.Option(
+        metavar="HOST:PORT", envvar="PENSTOCK_BOOTSTRAP", help="Address of a Kafka broker; `embedded` is the broker of this machine."
+    ),
 ]
 Security = Annotated[
     list[str] | None,
@@ -34,18 +37,20 @@ Security = Annotated[
     ),
 ]
 TrustCode = Annotated[
-    bool, typer.Option("--trust-code", help="Load the run's own advantage function, code that the log names and anybody may have written.")
+    bool,
+    typer.Option("--trust-code", help="Execute the run's custom advantage function, which anyone with access to the log may have set."),
 ]
 TrustRun = Annotated[
-    bool, typer.Option("--trust-code", help="Run the code that the run names although no key on this machine has signed it.")
+    bool, typer.Option("--trust-code", help="Execute code that the run's configuration names, although no key here has signed the run.")
 ]
 RunId = Annotated[
-    str | None, typer.Option("--run-id", help="Id of the new run: a-z, 0-9 and '-', at most 64, no '-' first. Made up if absent.")
+    str | None,
+    typer.Option("--run-id", help="Id of the new run: at most 64 of a-z, 0-9 and '-', not starting with '-'; default: generated."),
 ]
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; see docs/reference/configuration.md.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one key of the configuration; repeatable.")]
 OUTAGE_TIMEOUT_S = 60.0
-"""How long a command waits for an unreachable broker; workers wait `kafka.give_up_s`."""
+"""How long a command waits for an unreachable broker. Workers wait `kafka.give_up_s`."""
 
 
 def loaded(config: Path | str, overrides: list[str] | None = None) -> "Config":
@@ -62,7 +67,7 @@ def notify(text: str) -> None:
 
 
 def emit(value: object) -> None:
-    """Print a result as JSON; a dataclass becomes an object of its fields."""
+    """Print a result as JSON; dataclasses are converted to objects."""
     text = json.dumps(value, indent=2, default=lambda item: asdict(item) if is_dataclass(item) else str(item))  # type: ignore[arg-type]
     print_json(text)
 
@@ -87,7 +92,7 @@ def connected(
 
 
 def at(bootstrap: str, security: list[str] | None, *, attends: bool = False, start: bool = False) -> AbstractContextManager["KafkaLog"]:
-    """A log at the broker of the command line, closed at the end; only with `attends` or `start` is this machine's own started."""
+    """Connect to the broker named on the command line. This machine's embedded broker is started only if `attends` or `start`."""
     from penstock.pipeline.config.security import security_settings
 
     return connected(bootstrap, security_settings(security), attends=attends, start=start or attends)
@@ -95,7 +100,7 @@ def at(bootstrap: str, security: list[str] | None, *, attends: bool = False, sta
 
 @contextmanager
 def on_broker(run: str, bootstrap: str, security: list[str] | None, *, executes: bool = False) -> Iterator[tuple["KafkaLog", str]]:
-    """The log at the broker, and the run's id; if the command `executes` the run's code, `latest` is this user's."""
+    """Connect to the broker and yield (log, run id). If `executes` (the run's code), `latest` means the latest run of this user."""
     from penstock.pipeline.runtime.registration.run_registry import resolve
 
     with at(bootstrap, security) as log:
@@ -104,7 +109,7 @@ def on_broker(run: str, bootstrap: str, security: list[str] | None, *, executes:
 
 @contextmanager
 def reading(run: str, bootstrap: str, security: list[str] | None, *, executes: bool = False) -> Iterator[tuple["Log", str]]:
-    """The log of an archived folder, or else as `on_broker`; and the run's id."""
+    """Yield (log, run id) for an exported directory or, like `on_broker`, for a run on the broker."""
     if "/" in run or Path(run).is_dir():
         from penstock.pipeline.archive.archived_log import open_archive
 
@@ -116,7 +121,7 @@ def reading(run: str, bootstrap: str, security: list[str] | None, *, executes: b
 
 
 def refuse_folder(log: "Log", what: str) -> None:
-    """Raise `ConfigError` if the log is an archive: `what` needs a broker."""
+    """Raise `ConfigError` if the log is an exported directory, because the option `what` needs a broker."""
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.archive.archived_log import ArchivedLog
 
@@ -125,10 +130,10 @@ def refuse_folder(log: "Log", what: str) -> None:
 
 
 def group_numbers(text: str | None) -> list[int]:
-    """The groups of `--without GROUP,GROUP`. Raises `ConfigError`."""
+    """Parse the argument of `--without GROUP,GROUP`. Raises `ConfigError`."""
     from penstock.infra.errors import ConfigError
 
     words = text.split(",") if text is not None else []
     if not all(word.strip().isdecimal() for word in words):
-        raise ConfigError(f"--without {text}: expected numbers of groups, separated by commas")
+        raise ConfigError(f"--without {text}: expected group numbers separated by commas, such as 17,23")
     return [int(word) for word in words]

@@ -33,7 +33,7 @@ def runs(context: typer.Context, *, bootstrap: Bootstrap = "embedded", security:
         refused: list[str] = []
         rows = list_runs(log, refused=refused.append)
     if refused:
-        notify(f"{len(refused)} unusable records of the register of runs were skipped; the last one: {refused[-1]}")
+        notify(f"{len(refused)} registrations of runs could not be read and were skipped; the last one: {refused[-1]}")
     if json:
         emit(rows)
     elif not rows:
@@ -140,35 +140,39 @@ def rm(
 
 
 def seconds(text: str) -> float:
-    """Seconds of a duration such as 7d. Raises `ConfigError`: `seconds("7d")` is 604800.0."""
+    """Parse a duration: `seconds("7d")` is 604800.0. Raises `ConfigError`."""
     from penstock.infra.errors import ConfigError
 
     number, unit = text[:-1], text[-1:]
     if unit not in UNITS or not number.isdecimal():
-        raise ConfigError(f"--older-than {text}: expected a number and d, h or m, for example 7d")
+        raise ConfigError(f"--older-than {text}: expected a whole number followed by d, h or m, such as 7d")
     return int(number) * UNITS[unit]
 
 
 def card(
     run: RunOrFolder,
     *,
-    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Folder of the card; the final model's if absent.")] = None,
-    prove: Annotated[
-        int | None, typer.Option(metavar="GROUP", help="Print a proof that the published run trained this group, without the others.")
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Directory for the card; default: that of the final model.")
     ] = None,
-    record: Annotated[bool, typer.Option("--record", help="With --prove: add the group's record: samples and rewards.")] = False,
-    sign: Annotated[Path | None, typer.Option(metavar="KEY", help="Sign all files with this private key, by model-signing.")] = None,
+    prove: Annotated[
+        int | None,
+        typer.Option(metavar="GROUP", help="Print a proof that the published run was trained on this group; other groups stay private."),
+    ] = None,
+    record: Annotated[bool, typer.Option("--record", help="With --prove: add the group's record, with samples and rewards.")] = False,
+    sign: Annotated[Path | None, typer.Option(metavar="KEY", help="Sign all files with this private key (package model-signing).")] = None,
     licence: Annotated[
-        str | None, typer.Option("--license", metavar="ID", help="Licence of the model; if absent the base model's.")
+        str | None, typer.Option("--license", metavar="ID", help="Licence of the model; default: that of the base model.")
     ] = None,
     data_licence: Annotated[
-        list[str] | None, typer.Option("--data-license", metavar="SOURCE=ID", help="Licence of a data source or its name; repeatable.")
+        list[str] | None,
+        typer.Option("--data-license", metavar="SOURCE=ID", help="Licence of a data source, by its source or name; repeatable."),
     ] = None,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """Write a model card and an in-toto statement next to the model's files: what it was made from, and how to check that."""
+    """Write a model card and an in-toto provenance statement next to the model's files."""
     from penstock.pipeline.inspect.audit import report
     from penstock.pipeline.inspect.audit.chunk_digests import TopicDigests
     from penstock.pipeline.inspect.report import card as text
@@ -178,7 +182,7 @@ def card(
 
     pairs = [each.rpartition("=") for each in data_licence or ()]
     if wrong := next((last for source, _, last in pairs if not source), None):
-        raise typer.BadParameter(f"--data-license {wrong}: expected SOURCE=ID")
+        raise typer.BadParameter(f"--data-license {wrong}: expected SOURCE=ID, such as train.jsonl=mit")
     signer = provenance.signer(sign) if sign is not None else None
     with reading(run, bootstrap, security) as (log, run_id):
         directory = out or provenance.card_directory(run_id)
@@ -204,11 +208,11 @@ def card(
         emit({"directory": str(directory), "statement": str(statement), "signature": signature and str(signature), **predicate})
         return
     print(f"{directory / provenance.README}, {statement.name}{f', {signature.name}' if signature else ''}: {audit['summary']}")
-    print(f"publish the head of the ledger: {predicate['ledger']['head']} ({predicate['ledger']['entries']} entries)")
+    print(f"head of the ledger, to be published elsewhere too: {predicate['ledger']['head']} ({predicate['ledger']['entries']} entries)")
 
 
 def _proof(log: "Log", run: str, group: int, directory: Path, *, record: bool) -> dict[str, Any]:
-    """The proof for one group of the run as published in a folder."""
+    """Build the proof that the run was trained on one group, for the card in `directory`."""
     from penstock.infra.errors import ConfigError, LogError
     from penstock.pipeline.inspect.report import inclusion, provenance
     from penstock.pipeline.learner.ledger_history import with_later_parts
@@ -219,19 +223,20 @@ def _proof(log: "Log", run: str, group: int, directory: Path, *, record: bool) -
     chain = provenance.read_chain(reader)[: stated["ledger"]["entries"]]
     planned = next((each for entry, _ in chain for each in entry.plan if each.group == group), None)
     if planned is None:
-        raise ConfigError(f"--prove {group}: the published run has not trained this group; see `penstock explain {run} {group}`")
+        raise ConfigError(f"--prove {group}: the published run was not trained on this group; see `penstock explain {run} {group}`")
     prompts = provenance.read_prompts(reader, chain)
     if prompts is None:
-        raise LogError(f"--prove {group}: the log has lost prompts of {run}, so that their tree cannot be computed")
+        raise LogError(f"--prove {group}: the log no longer has all prompts of {run}, so their hash tree cannot be computed")
     parts = []
     if record:
         (first,) = log.read(f"{run}.groups", planned.partition, [planned.offset])
         parts = [bytes(part.value) for part in with_later_parts(log, run, first)]
     proof = inclusion.prove(run, group, chain, inclusion.leaves(chain, prompts), provenance.secret_of(run), parts=parts)
     if (proof["root"], proof["ledger"]) != ((stated["prompts"] or {}).get("root"), stated["ledger"]):
-        raise ConfigError(f"--prove {group}: the log or {provenance.SALT} is not that of the card in {directory}; write the card again")
+        raise ConfigError(f"--prove {group}: the log or {provenance.SALT} does not match the card in {directory}; write the card again")
     shown = inclusion.check(proof)
-    notify(f"group {group} was trained in step {shown.step}; {'its record' if shown.has_record else 'the root in the card'} has the prompt")
+    by = "the group's record" if shown.has_record else "the root in the card"
+    notify(f"step {shown.step} was trained on group {group}; {by} proves the prompt")
     return proof
 
 
@@ -240,33 +245,34 @@ SHOWN = 20
 
 def verify(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR|PROOF", help="A model's directory with a provenance.json, or a file of `penstock card --prove`.")
+        Path,
+        typer.Argument(metavar="DIR|PROOF", help="Directory of a model and its provenance.json, or a file from `penstock card --prove`."),
     ],
     *,
     log: Annotated[
-        str | None, typer.Option("--log", metavar="RUN|DIR", help="Also check the run's log, or an exported folder of it.")
+        str | None, typer.Option("--log", metavar="RUN|DIR", help="Also check the log of the run, or its exported directory.")
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=0, metavar="N", help="Also repeat N random steps of the log.")] = 0,
-    seed: Annotated[int, typer.Option("--seed", help="Selects the steps, together with the statement's head.")] = 0,
+    steps: Annotated[int, typer.Option("--steps", min=0, metavar="N", help="Also recompute N random steps of the log.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed for choosing the steps, combined with the head in the statement.")] = 0,
     trust_code: TrustRun = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
 ) -> int:
-    """Verify a model against its statement, its run's log, and some of the run's steps; exit status 1 for any difference."""
+    """Verify a model against its provenance statement, its run's log, and recomputed steps; exit status 1 for any difference."""
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.replay.provenance.statement import Verification
 
     if directory.is_file():
         return _verify_proof(directory, json=json)
     if steps and log is None:
-        raise ConfigError("--steps needs --log: steps are repeated from the run's log")
+        raise ConfigError("--steps needs --log RUN: steps are recomputed from the run's log")
     done = Verification(directory=directory, notify=notify)
     done.check_files()
     if log is not None and done.statement is not None:
         read = partial(reading, log, bootstrap, security)
         done.check_log(log, read, partial(_audit, log, bootstrap, security))
-        if steps and "entries" in done.levels[-1]:  # the log could be read
+        if steps and "entries" in done.levels[-1]:  # only if the log could be read
             done.repeat_steps(log, read, steps, seed, trust_code=trust_code)
     if json:
         run = None if done.statement is None else done.statement["predicate"]["run"]
@@ -279,7 +285,7 @@ def verify(
 def _audit(
     log: str, bootstrap: str, security: list[str] | None, spans: Mapping[str, tuple[int, int]]
 ) -> tuple[dict[str, Any], list[tuple[str, str]], dict[str, Any], Mapping[str, int]]:
-    """An audit as a table, its violations as (check, text), the digests of these spans, and the numbers of records after them."""
+    """Audit the run; return the table, violations as (check, text), a digest per span, and the number of records after each span."""
     from penstock.pipeline.inspect.audit import report
     from penstock.pipeline.inspect.audit.chunk_digests import TopicDigests
 
@@ -290,7 +296,7 @@ def _audit(
 
 
 def _verify_proof(path: Path, *, json: bool) -> int:
-    """Check a proof of one group from its file alone; raises if it is invalid."""
+    """Check a proof about one group, and print what it proves. Raises `ConfigError` or `ValueError` if it is invalid."""
     from json import loads
 
     from penstock.infra.errors import ConfigError
@@ -300,20 +306,22 @@ def _verify_proof(path: Path, *, json: bool) -> int:
     try:
         proof = loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is neither a model's directory nor a proof: {' '.join(str(error).split())[:200]}") from error
+        raise ConfigError(
+            f"{path}: expected a model's directory or a file from `penstock card --prove`: {' '.join(str(error).split())[:200]}"
+        ) from error
     proved = check(proof)
     if json:
         emit(proved._asdict())
         return 0
     run, prompt = visible(proved.run, one_line=True), visible(proved.prompt, one_line=True)
     print(f"run {run} trained group {proved.group} in step {proved.step}: {prompt}")
-    by = "its record" if proved.has_record else "its card"
-    print(f"{by} proves the prompt, if the card has the head {proved.head} and the root {proved.root}")
+    by = "the group's record" if proved.has_record else "the model card"
+    print(f"{by} proves the prompt, if the published card states the head {proved.head} and the root {proved.root}")
     return 0
 
 
 def _lines(done: "Verification") -> Iterator[str]:
-    """The result as text; the last line is the verdict."""
+    """Yield the lines of the result; the last one is "verified" or "not verified"."""
     for level in done.levels:
         count = sum(problem.level == level["level"] for problem in done.problems)
         differences = f"{count or 'no'} difference{'' if count == 1 else 's'}"
@@ -331,4 +339,4 @@ def _examined(level: dict[str, Any]) -> str:
         case 2:
             return f"{level.get('entries', 0)} ledger entries, {level.get('topics', 0)} partitions; {level.get('audit', 'no audit')}"
         case _:
-            return f"{len(level.get('steps', ()))} steps repeated"
+            return f"{len(level.get('steps', ()))} steps recomputed"

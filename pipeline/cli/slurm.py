@@ -1,4 +1,4 @@
-"""The command `penstock sbatch`, which writes the script of a Slurm job for a configuration."""
+"""`penstock sbatch`: prints the script of a Slurm job that runs a configuration."""
 
 import re
 import shlex
@@ -35,22 +35,24 @@ def sbatch(
     config: ConfigFile,
     *,
     overrides: Overrides = None,
-    run_id: Annotated[str | None, typer.Option("--run-id", help="Id of the run; made of its name and the job's number if absent.")] = None,
+    run_id: Annotated[str | None, typer.Option("--run-id", help="Id of the run; default: run.name and the job's number.")] = None,
     bootstrap: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="A broker that stays; if absent, the job has its own on its first node.")
+        str | None, typer.Option(metavar="HOST:PORT", help="Address of an existing broker; default: the job starts one on its first node.")
     ] = None,
-    rollout_per_node: Annotated[int, typer.Option(min=1, metavar="N", help="Rollout workers on a node.")] = 1,
-    trainer_nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Nodes that divide trainer.processes.")] = 1,
-    grace: Annotated[int, typer.Option(min=1, metavar="SECONDS", help="Time before the job's limit at which its workers stop.")] = 120,
+    rollout_per_node: Annotated[int, typer.Option(min=1, metavar="N", help="Rollout workers per node.")] = 1,
+    trainer_nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Nodes among which trainer.processes are divided.")] = 1,
+    grace: Annotated[int, typer.Option(min=1, metavar="SECONDS", help="Stop the workers this long before the job's time limit.")] = 120,
     json: Json = False,
 ) -> None:
-    """Print the script of a Slurm job that runs a configuration: rollout workers on nodes of their own, all others on the first."""
+    """Print the script of a Slurm job that runs a configuration: rollout workers on separate nodes, all other workers on the first node."""
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.launch.create import usable
 
     settings = loaded(config, overrides)
     if settings.trainer.processes % trainer_nodes:
-        raise ConfigError(f"--trainer-nodes {trainer_nodes}: trainer.processes = {settings.trainer.processes} cannot be divided among them")
+        raise ConfigError(
+            f"--trainer-nodes {trainer_nodes} does not divide trainer.processes = {settings.trainer.processes}; choose a divisor"
+        )
     name = re.sub(r"[^a-z0-9-]+", "-", settings.run.name.lower()).strip("-") or "run"
     options = {"--run-id": run_id and usable(run_id), "--bootstrap": bootstrap, "--grace": grace if grace != 120 else None}
     options |= {"--rollout-per-node": rollout_per_node if rollout_per_node > 1 else None}
@@ -83,7 +85,7 @@ def sbatch(
 
 
 def _workers(config: "Config", rollout_per_node: int, trainer_nodes: int, gpus: Counter[int]) -> Iterator[str]:
-    """A line of the script for each worker, rollout workers on the nodes after the trainer's; `gpus` counts those in use by node."""
+    """Yield a script line per worker; rollout workers are on the nodes after the trainer's. `gpus` (node -> GPUs in use) is updated."""
     from penstock.pipeline.runtime.roles import ROLES
 
     gpus[0] = config.trainer.gpus // trainer_nodes

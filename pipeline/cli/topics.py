@@ -1,4 +1,4 @@
-"""`penstock topics`: lists, shows, exports, imports and deletes a run's records, those that cannot be decoded included."""
+"""`penstock topics`: lists, shows, exports, imports and deletes the records of a run, including undecodable ones."""
 
 import sys
 from pathlib import Path
@@ -41,8 +41,8 @@ def tail(
     run: RunOrFolder,
     topic: Topic,
     *,
-    count: Annotated[int, typer.Option("-n", min=0, help="Newest records to print first.")] = 10,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new records until Ctrl-C.")] = False,
+    count: Annotated[int, typer.Option("-n", min=0, help="Number of newest records to print.")] = 10,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue with new records until Ctrl-C.")] = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
@@ -92,7 +92,9 @@ def show(
 @app.command("export", short_help="Export a run's topics as Parquet.")
 def export_topics(
     run: Run,
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory in which the folder RUN is created or continued.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory for the export, which is DIR/RUN; an existing one is continued.")
+    ],
     *,
     topics: Annotated[
         list[str] | None, typer.Option("--topics", metavar="TOPIC", help="Export only this topic; repeatable, or separated by commas.")
@@ -104,7 +106,7 @@ def export_topics(
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """Export a run's topics as Parquet, restorable byte for byte; a second export adds the new records."""
+    """Export a run's topics to Parquet files, from which records can be restored byte for byte; repeat to add new records."""
     from penstock.pipeline.archive import export
     from penstock.pipeline.archive.backup import upload
     from penstock.pipeline.archive.files import Archive
@@ -126,7 +128,7 @@ def export_topics(
                     upload(archive, store)
                 if done.rows:
                     notify(f"{sum(done.rows.values()):,} new rows, {sum(total.rows.values()):,} in all")
-        finally:  # also on Ctrl-C: the part exported so far is readable
+        finally:  # also after Ctrl-C, because the records exported so far can be used
             _print_export(total, json=json)
 
 
@@ -142,12 +144,17 @@ def _print_export(done: "Exported", *, json: bool) -> None:
 
 @app.command("import", short_help="Import an exported run at new offsets.")
 def import_topics(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of `topics export`, or a run's folder in it.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory that `topics export` wrote, or DIR/RUN in it.")],
     *,
     run_id: Annotated[str | None, typer.Option("--run-id", metavar="NEW", help="Import under another id.")] = None,
-    store: Annotated[str | None, typer.Option(metavar="URI", help="Copy URI, the folder RUN in a store, to DIR/RUN first.")] = None,
+    store: Annotated[
+        str | None, typer.Option(metavar="URI", help="First copy URI, the folder of the run in an object store, to DIR/RUN.")
+    ] = None,
     trust_code: Annotated[
-        bool, typer.Option("--trust-code", help="Sign it with a new key of this machine: its workers then run the code that the run names.")
+        bool,
+        typer.Option(
+            "--trust-code", help="Sign the run with a new key, so that workers here execute the code that its configuration names."
+        ),
     ] = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
@@ -171,10 +178,11 @@ def import_topics(
         rows = ", ".join(f"{count:,} {name}" for name, count in done.records.items() if count)
         print(f"run {done.run}: {rows} in {done.seconds:.1f} s; inspect it: penstock report {done.run}")
     if (model := archive.path / MODEL).is_dir():
-        notify(f"resume it: penstock topics adopt {done.run}, then penstock run --resume {done.run} --set model.path={model}")
+        resume = f"penstock run --resume {done.run} --set model.path={model}"
+        notify(f"to resume the run: penstock topics adopt {done.run}, then {resume}")
 
 
-@app.command(short_help="Show a run of another origin, and sign it.")
+@app.command(short_help="Show an imported run's code and settings, and sign it.")
 def adopt(
     run: Run,
     *,
@@ -183,7 +191,7 @@ def adopt(
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """Show an imported run, or one of an earlier release, and sign it with a new key of this machine."""
+    """Show a run that no key here has signed (an imported run, or one of an earlier release), and sign it with a new key."""
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.runtime.registration.trust import adopt_run, shown
     from penstock.topics.catalogue import control_topics_of
@@ -193,7 +201,9 @@ def adopt(
         if text is not None and not yes:
             notify(text)
             if json or not sys.stdin.isatty():
-                raise ConfigError(f"run {run_id} was not signed; to sign it: penstock topics adopt {run_id} --yes")
+                raise ConfigError(
+                    f"run {run_id} was not signed, because nothing confirmed it; to sign: penstock topics adopt {run_id} --yes"
+                )
             typer.confirm(f"sign {run_id}?", abort=True, err=True)
         if text is None:
             log.create_topics(control_topics_of(run_id))
@@ -202,21 +212,17 @@ def adopt(
     if json:
         emit({"run": run_id, "signed": text is not None})
     else:
-        print(
-            f"run {run_id} is signed; resume it: penstock run --resume {run_id}"
-            if text
-            else f"run {run_id} is signed already and has its topics"
-        )
+        print(f"run {run_id} is signed; resume it: penstock run --resume {run_id}" if text else f"run {run_id} is already signed")
 
 
-@app.command(short_help="Print each role's rights for kafka-acls.sh.")
+@app.command(short_help="Print kafka-acls.sh commands for each role.")
 def acls(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Id of a run, which need not exist.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run id; the run need not exist.")],
     *,
-    user: Annotated[str, typer.Option(metavar="PATTERN", help="Name of the Kafka user of a role.")] = "{run}-{role}",
+    user: Annotated[str, typer.Option(metavar="PATTERN", help="Kafka user of each role.")] = "{run}-{role}",
     json: Json = False,
 ) -> None:
-    """Print the least rights of each role's Kafka user, as commands of `kafka-acls.sh`; needs no broker."""
+    """Print the smallest set of ACLs for each role's Kafka user, as `kafka-acls.sh` commands; needs no broker."""
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.runtime.roles import acl_rules, as_acl_command
     from penstock.topics.catalogue import check_run_id
@@ -225,7 +231,7 @@ def acls(
         rules = acl_rules(check_run_id(run))
         users = {role: user.format(run=run, role=role) for role in rules}
     except (ValueError, KeyError, IndexError) as error:
-        raise ConfigError(f"{error}; --user takes {{run}} and {{role}}") from error
+        raise ConfigError(f"{error}; --user may contain only {{run}} and {{role}}") from error
     if json:
         emit({role: {"user": users[role], "rules": rights} for role, rights in rules.items()})
         return
@@ -239,14 +245,13 @@ def acls(
 def unblock(
     run: Run,
     *,
-    yes: Annotated[bool, typer.Option("--yes", help="End them; without --yes they are only listed.")] = False,
-    commit: Annotated[bool | None, typer.Option("--commit/--abort", help="How to end those whose outcome is unknown.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="End the transactions; without --yes they are only listed.")] = False,
+    commit: Annotated[bool | None, typer.Option("--commit/--abort", help="How to end transactions whose outcome is unknown.")] = None,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """List transactions whose end the cluster has lost, so that readers wait for them; --yes writes the missing ends."""
-
+    """List transactions whose end marker the brokers have lost, so that readers wait forever; --yes writes the end markers."""
     with on_broker(run, bootstrap, security, executes=True) as (log, run_id):
         hanging = hanging_transactions(log, log.topics(f"{run_id}."))
         ended = (
@@ -262,21 +267,21 @@ def unblock(
         print(transaction)
     remaining = len(hanging) - sum(decided is not None for _, decided in ended)
     fix = f"penstock topics unblock {run_id} --yes{' --commit, or --abort' if yes else ''}"
-    print(f"{remaining} without an end; to end: {fix}" if remaining else "no transaction lacks its end")
+    print(f"{remaining} transactions without an end marker; to end them: {fix}" if remaining else "no transaction blocks readers")
 
 
-@app.command(short_help="Make every reader skip a damaged batch.")
+@app.command(short_help="Make all readers skip a damaged batch.")
 def skip(
     run: Run,
     topic: Annotated[str, typer.Argument(metavar="TOPIC", help="rollouts, calls, replies or metrics.")],
     partition: Annotated[int, typer.Argument(min=0)],
-    offset: Annotated[int, typer.Argument(min=0, help="Offset at which readers report that they cannot continue.")],
+    offset: Annotated[int, typer.Argument(min=0, help="Offset in the readers' error message.")],
     *,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """Make every reader skip a batch that is damaged on the broker's disk; recorded as a dead letter."""
+    """Make all readers skip a batch that is damaged on the broker's disk; the skip is recorded as a dead letter."""
     from penstock.pipeline.runtime.dead_letters import skip as skip_batch
 
     with on_broker(run, bootstrap, security, executes=True) as (log, run_id):
@@ -287,7 +292,7 @@ def skip(
         print(f"readers skip {topic}/{partition} from {skipped.start} to {skipped.stop - 1}; {follows}")
 
 
-@app.command("delete", short_help="Delete a run: topics, record and folder.")
+@app.command("delete", short_help="Delete a run: topics, registration and directory.")
 def delete_topics(
     run: Run,
     *,
@@ -296,20 +301,20 @@ def delete_topics(
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """Delete a run's topics, its record and its folder on this machine, permanently."""
+    """Permanently delete a run's topics, its registration and its directory on this machine."""
     from dataclasses import asdict
 
     from penstock.pipeline.archive.delete import delete, plan_deletion
     from penstock.pipeline.runtime.registration.run_registry import resolve
 
     with at(bootstrap, security) as log:
-        # An interrupted deletion or import leaves topics without a register record: those need the complete id.
+        # Topics without a registration, left over from an interrupted deletion or import, need the complete id.
         deletion = plan_deletion(log, run if run != "latest" and log.topics(f"{run}.") else resolve(log, run, executes=True))
         if not json:
             for name, count in deletion.offsets.items():
                 print(f"{name}: {count:,} offsets{'' if yes else ' would be deleted'}")
             if deletion.directory is not None:
-                print(f"{deletion.directory}: the run's folder{'' if yes else ' would be deleted'}")
+                print(f"{deletion.directory}: the run's directory{'' if yes else ' would be deleted'}")
         if yes:
             delete(log, deletion)
     if json:

@@ -1,4 +1,4 @@
-"""Commands that plan and start runs: init, check, run, create, worker, fork, plan. `run` only starts what `create` and `worker` can."""
+"""Commands that plan and start runs: init, check, run, create, worker, fork, plan."""
 
 import os
 import sys
@@ -32,12 +32,14 @@ if TYPE_CHECKING:
 
 def init(
     *,
-    model: Annotated[str, typer.Option("--model", metavar="DIR", help="A Hugging Face model's directory, or hf:ORG/NAME.")],
+    model: Annotated[str, typer.Option("--model", metavar="DIR", help="Directory of a Hugging Face model, or hf:ORG/NAME.")],
     data: Annotated[str, typer.Option("--data", metavar="SOURCE", help="A JSONL or Parquet file, hf:NAME, file.py:function, …")],
-    reward: Annotated[list[str], typer.Option("--reward", metavar="FILE.py:FUNCTION", help="Or a built-in one: exact_match; repeatable.")],
+    reward: Annotated[
+        list[str], typer.Option("--reward", metavar="REWARD", help="FILE.py:FUNCTION, or built-in: exact_match; repeatable.")
+    ],
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to FILE instead of printing.")] = None,
-    prompt_field: Annotated[str | None, typer.Option(help="Column with the prompt, if its name is not a usual one.")] = None,
-    answer_field: Annotated[str | None, typer.Option(help="Column with the reference answer, if its name is not a usual one.")] = None,
+    prompt_field: Annotated[str | None, typer.Option(help="Column of the prompt, if it is not detected.")] = None,
+    answer_field: Annotated[str | None, typer.Option(help="Column of the reference answer, if it is not detected.")] = None,
     json: Json = False,
 ) -> None:
     """Print a commented configuration for this model, data, reward and machine."""
@@ -45,7 +47,7 @@ def init(
     from penstock.pipeline.launch.check.propose import propose
 
     if output is not None and output.exists():
-        raise ConfigError(f"--output {output}: the file exists already; give another path, or remove it")
+        raise ConfigError(f"--output {output}: the file already exists; give another path, or remove the file")
     text = propose(
         model, data, reward, base=(output.parent if output is not None else Path()).resolve(), prompt_field=prompt_field,
         answer_field=answer_field, notify=notify,
@@ -63,11 +65,11 @@ def check(config: ConfigFile, *, overrides: Overrides = None, json: Json = False
     """Validate data, model, reward, disk and GPUs; generate and score the samples of one step."""
     lines = _report(loaded(config, overrides), samples=True, json=json)
     if not json:
-        notify(f"{'mind the warning above' if 'warning' in lines else 'all is well'}; start it: penstock run {config}")
+        notify(f"{'see the warning above' if 'warning' in lines else 'no problem found'}; start the run: penstock run {config}")
 
 
 def _report(config: "Config", *, samples: bool, json: bool) -> dict[str, str]:
-    """Print the results of `preflight.check` one by one; with `json`, together at the end. Returns them by name."""
+    """Print the results of `preflight.check` as they come, or with `json` together at the end; return check -> result."""
     from penstock.pipeline.launch.check import preflight
 
     results = preflight.check(
@@ -85,7 +87,7 @@ def run(
     overrides: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="A.B=C", help="Override one key of the configuration; repeatable. With --resume, a key that may change."
+            "--set", metavar="A.B=C", help="Override one key of the configuration; repeatable. With --resume only some keys can change."
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate as `penstock check` does, without generating samples.")] = False,
@@ -104,10 +106,10 @@ def run(
 
     make_files_private()
     if trust_code and resume is None:
-        raise ConfigError("--trust-code needs --resume RUN: the code that your CONFIG names is trusted")
+        raise ConfigError("--trust-code is only for --resume RUN: the code that your own CONFIG names is trusted; remove this option")
     if resume is not None:
         if config is not None or dry_run or run_id is not None:
-            raise ConfigError("--resume takes no CONFIG, --run-id or --dry-run: a run is resumed as it was created")
+            raise ConfigError("--resume cannot be combined with CONFIG, --run-id or --dry-run: a run is resumed with its own configuration")
         from penstock.pipeline.launch import launcher
         from penstock.pipeline.runtime.registration.run_registry import resolve
 
@@ -124,7 +126,7 @@ def run(
     if run_id is not None:
         usable(run_id)
     if dry_run:
-        # A dry run downloads nothing: a missing data set is reported.
+        # A dry run downloads nothing, and reports a data set that is not cached as missing.
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
         _report(settings, samples=False, json=json)
         return 0
@@ -139,13 +141,13 @@ def create(
     overrides: Overrides = None,
     run_id: RunId = None,
     if_absent: Annotated[
-        bool, typer.Option("--if-absent", help="Succeed if the run exists already with this configuration, data and code.")
+        bool, typer.Option("--if-absent", help="Succeed if the run already exists with the same configuration, data and code.")
     ] = False,
     topics: Annotated[
-        Literal["create", "existing"], typer.Option(help="`existing`: create none; print what is wrong with them.")
+        Literal["create", "existing"], typer.Option(help="`existing`: expect the topics to exist, and report wrong settings.")
     ] = "create",
     wait_broker: Annotated[
-        float, typer.Option("--wait-broker", min=0, metavar="SECONDS", help="Wait so long for a broker that does not respond yet.")
+        float, typer.Option("--wait-broker", min=0, metavar="SECONDS", help="Wait up to this long for a broker that does not respond yet.")
     ] = 0.0,
     json: Json = False,
 ) -> None:
@@ -158,7 +160,7 @@ def create(
     from penstock.pipeline.runtime.registration.run_registry import find
 
     if (if_absent or topics == "existing") and not run_id:
-        raise ConfigError(f"--{'if-absent' if if_absent else 'topics existing'} needs --run-id RUN: an id that is made up is always new")
+        raise ConfigError(f"--{'if-absent' if if_absent else 'topics existing'} needs --run-id RUN: a generated id is always new")
     settings = loaded(config, overrides)
     with connected(settings.kafka.bootstrap, settings.kafka.security, wait_s=wait_broker) as log:
         if (record := find(log, usable(run_id)) if if_absent and run_id else None) is not None:
@@ -172,14 +174,14 @@ def create(
         emit({"run": record.run, "status": record.status, "bootstrap": log.bootstrap})
     else:
         print(record.run)
-        notify(f"start its workers: penstock worker ROLE --run {record.run} --bootstrap {log.bootstrap}")
+        notify(f"start the workers: penstock worker ROLE --run {record.run} --bootstrap {log.bootstrap}")
 
 
 def worker(context: typer.Context) -> int:
-    """Run one worker of a run, anywhere that reaches the broker, until the run is over."""
+    """Run one worker of a run until the run ends, on any machine that can reach the broker."""
     from penstock.pipeline.runtime.main import parsed, start
 
-    debug = ["--debug"] if "--debug" in sys.argv else []  # the application takes it off the line
+    debug = ["--debug"] if "--debug" in sys.argv else []  # `main` has removed it from the arguments
     try:
         return start(parsed([*context.args, *debug], prog="penstock worker"))
     except SystemExit as ended:  # argparse has printed its help
@@ -191,26 +193,26 @@ def fork(
     *,
     from_step: Annotated[
         int | None,
-        typer.Option("--from-step", min=0, metavar="S", help="Start from the state after S steps; after the last step if absent."),
+        typer.Option("--from-step", min=0, metavar="S", help="Start from the state after S steps; default: after all steps."),
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change one key of the configuration; repeatable.")
     ] = None,
     without: Annotated[
-        str | None, typer.Option("--without", metavar="GROUP[,GROUP]", help="Never use the rows of these groups of the parent.")
+        str | None, typer.Option("--without", metavar="GROUP[,GROUP]", help="Never use the data rows of these groups of the parent run.")
     ] = None,
     run_id: RunId = None,
-    start: Annotated[bool, typer.Option("--start", help="Start it at once, as `penstock run --resume` does.")] = False,
+    start: Annotated[bool, typer.Option("--start", help="Start the new run at once, as `penstock run --resume` does.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="With --start: plain lines instead of the live view.")] = False,
     model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory with the parent's config.json and tokenizer, if it is not its model.path.")
+        Path | None, typer.Option(metavar="DIR", help="Directory with the parent's config.json and tokenizer, if not its model.path.")
     ] = None,
     trust_code: TrustRun = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
 ) -> int:
-    """Register a new run that starts with another run's weights, optimizer and position in the data after some of its steps."""
+    """Register a new run that starts from another run's weights, optimizer state and data position after some of its steps."""
     from penstock.infra.paths import make_files_private
     from penstock.pipeline.replay.recording import Recording, prepare
     from penstock.pipeline.runtime.registration.run_registry import resolve
@@ -223,11 +225,10 @@ def fork(
             prepare(recording.config)
             from penstock.pipeline.replay.fork import fork as make  # imports torch, which reads the environment then
 
-            left_out = group_numbers(without)
-            created = make(recording, from_step, overrides or [], run_id=run_id, notify=notify, without=left_out)
+            created = make(recording, from_step, overrides or [], run_id=run_id, notify=notify, without=group_numbers(without))
         new, origin = created.record.run, created.origin
         state = f"{origin['run']} after {origin['step']} steps"
-        notify(f"{new} starts from {state}, with the weights {origin['digest'][:16]}… in {created.directory}")
+        notify(f"{new} starts from {state}; the weights, digest {origin['digest'][:16]}…, are in {created.directory}")
         if start:
             from penstock.pipeline.launch.launcher import resume
 
@@ -237,7 +238,7 @@ def fork(
         emit({**result, "directory": str(created.directory), "bootstrap": log.bootstrap})
     else:
         print(new)
-        notify(f"start it: penstock run --resume {new}")
+        notify(f"start the new run: penstock run --resume {new}")
     return 0
 
 
@@ -246,7 +247,7 @@ def plan(
     accelerators: Annotated[int | None, typer.Option(min=2, help="Number of accelerators for rollout and training together.")] = None,
     speed: Annotated[
         str | None,
-        typer.Option(metavar="N:TOKENS_PER_S,…", help="Speed of an engine by number of concurrent samples: 1:60,32:1400,128:3200."),
+        typer.Option(metavar="N:TOKENS_PER_S,…", help="Tokens per second of an engine by concurrent samples, e.g. 1:60,32:1400,128:3200."),
     ] = None,
     train_speed: Annotated[
         float | None, typer.Option(metavar="TOKENS_PER_S", help="Tokens per second of one training accelerator.")
@@ -257,40 +258,43 @@ def plan(
             metavar="LENGTHS", help="uniform:LONGEST, lognormal:MEAN:SIGMA[:LONGEST], constant:N, or a file with one length per line."
         ),
     ] = None,
-    max_lag: Annotated[int, typer.Option(min=0, help="Largest staleness of a trained sample, in versions.")] = 4,
-    samples_per_prompt: Annotated[int, typer.Option(min=1, help="K.")] = 8,
-    prompts_per_step: Annotated[int | None, typer.Option(min=1, help="U; the best of 8 to 128 if absent.")] = None,
-    steps_per_version: Annotated[int, typer.Option(min=1, help="S.")] = 1,
+    max_lag: Annotated[int, typer.Option(min=0, help="Largest lag of a trained sample, in policy versions.")] = 4,
+    samples_per_prompt: Annotated[int, typer.Option(min=1, help="Samples per prompt.")] = 8,
+    prompts_per_step: Annotated[int | None, typer.Option(min=1, help="Prompts per optimizer step; default: the best of 8 to 128.")] = None,
+    steps_per_version: Annotated[int, typer.Option(min=1, help="Optimizer steps per published policy version.")] = 1,
     concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Concurrent samples in an engine; the largest number in --speed if absent.")
+        int | None, typer.Option(min=1, help="Concurrent samples per engine; default: the largest number in --speed.")
     ] = None,
     engine_size: Annotated[int, typer.Option(min=1, help="Accelerators of one engine (tensor parallel).")] = 1,
     model: Annotated[
-        Path | None, typer.Option("--model", metavar="DIR", help="Only splits into whose memory this model fits, with settings.")
+        Path | None,
+        typer.Option("--model", metavar="DIR", help="Consider only splits on which this model fits into memory, and print settings."),
     ] = None,
     load_s: Annotated[float, typer.Option(min=0, help="Seconds to load new weights into an engine.")] = 0.0,
-    publish_s: Annotated[float, typer.Option(min=0, help="Seconds from a step's end to its weights at the engines.")] = 0.0,
+    publish_s: Annotated[float, typer.Option(min=0, help="Seconds from the end of a step until engines can load its weights.")] = 0.0,
     cluster: Annotated[
         Path | None,
-        typer.Option(metavar="CONFIG", help="Bytes through the brokers, disk and partitions of this run; with --step-s and the next four."),
+        typer.Option(
+            metavar="CONFIG", help="Print broker traffic, disk space and partitions of this run; needs --step-s, takes the next options."
+        ),
     ] = None,
     step_s: Annotated[float | None, typer.Option(min=0.001, help="Seconds of an optimizer step.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Rollout workers; the configuration's if absent.")] = None,
-    machines: Annotated[int | None, typer.Option(min=1, help="Their machines; as many as workers if absent.")] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Mean tokens of a prompt; `data.max_prompt_tokens` if absent.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="With --cluster: rollout workers; default: rollout.workers.")] = None,
+    machines: Annotated[int | None, typer.Option(min=1, help="With --cluster: rollout machines; default: one per worker.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Mean prompt length in tokens; default: data.max_prompt_tokens.")] = None,
     dropped: Annotated[float, typer.Option(min=0, max=0.99, help="Share of groups that are filtered, stale or failed.")] = 0.0,
     delta: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Size of a weight delta relative to the full version; estimated if absent.")
+        float | None, typer.Option(min=0, max=1, help="Size of a weight delta relative to the full weights; default: estimated.")
     ] = None,
     from_run: Annotated[
-        str | None, typer.Option(metavar="RUN|DIR", help="Take all times from a run; compare other worker numbers and schedules.")
+        str | None, typer.Option(metavar="RUN|DIR", help="Use the times measured in a run; compare numbers of workers and schedules.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Plot speed by split to a .png or .svg file.")] = None,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """Find the best split of accelerators between rollout and training, by simulation under the schedule rules of live runs."""
+    """Find the best split of accelerators between rollout and training, by simulating each split with the rules of live runs."""
     from penstock.infra.errors import ConfigError
 
     try:
@@ -309,7 +313,8 @@ def plan(
             return
         required = {"--accelerators": accelerators, "--speed": speed, "--train-speed": train_speed, "--lengths": lengths}
         if accelerators is None or speed is None or train_speed is None or lengths is None:
-            raise ValueError(f"give {', '.join(name for name, value in required.items() if value is None)} as well, or --from-run RUN")
+            missing = ", ".join(name for name, value in required.items() if value is None)
+            raise ValueError(f"missing options: {missing}; give these too, or --from-run RUN to take the times from a run")
         searched = _described(
             accelerators, speed, train_speed, lengths, concurrency=concurrency, engine_size=engine_size, model=model, max_lag=max_lag,
             samples_per_prompt=samples_per_prompt, prompts_per_step=prompts_per_step, steps_per_version=steps_per_version,
@@ -332,7 +337,7 @@ def _described(
     points, distribution = _speeds(speed), parse(lengths)
     settings = None if model is None else _settings(model, accelerators, engine_size, samples_per_prompt, distribution.longest)
     if not train_speed > 0:
-        raise ValueError(f"--train-speed must be above 0, not {train_speed:g}")
+        raise ValueError(f"--train-speed {train_speed:g}: expected tokens per second above 0")
     sizes = STEP_SIZES if prompts_per_step is None else (prompts_per_step,)
     work = Workload(
         schedule=preset("pipelined", prompts_per_step=sizes[0], samples_per_prompt=samples_per_prompt, steps_per_version=steps_per_version),
@@ -346,13 +351,13 @@ def _cluster(
     path: Path, *, step_s: float | None, workers: int | None, machines: int | None, lengths: str | None, prompt_tokens: int | None,
     dropped: float, delta: float | None, json: bool,
 ) -> None:  # fmt: skip
-    """Print what the brokers carry of a run with so many rollout workers."""
+    """Print broker traffic, disk space and partitions of a run (`penstock plan --cluster`)."""
     from penstock.pipeline.config.load import load
     from penstock.pipeline.launch.planning.cluster import ClusterPlan, as_json, as_text
     from penstock.pipeline.launch.planning.workload import parse
 
     if step_s is None:
-        raise ValueError("give --step-s as well: the seconds of an optimizer step; `penstock report RUN` has those of an earlier run")
+        raise ValueError("--cluster needs --step-s, the seconds per optimizer step; `penstock report RUN` shows them for an earlier run")
     config = load(path, [] if workers is None else [f"rollout.workers={workers}"])
     tokens = config.max_completion_tokens if lengths is None else round(parse(lengths).mean)
     plan = ClusterPlan(
@@ -368,11 +373,11 @@ def _cluster(
 def _from_run(
     run: str, *, accelerators: int | None, max_lag: int, bootstrap: str, security: list[str] | None, plot: Path | None, json: bool
 ) -> None:
-    """Compare variants of a recorded run; with `accelerators`, find their best split."""
+    """Simulate variants of a recorded run and print them; with `accelerators`, find their best split."""
     from penstock.pipeline.launch.planning import recorded, what_if
 
     if plot is not None and accelerators is None:
-        raise ValueError("--plot shows speed by split: add --accelerators")
+        raise ValueError("--plot needs --accelerators with --from-run: it plots the speed of each split")
     with reading(run, bootstrap, security) as (log, run_id):
         record = recorded.read(log, run_id)
     if accelerators is None:
@@ -395,7 +400,7 @@ def _from_run(
 
 
 def _settings(model: Path, accelerators: int, engine_size: int, samples_per_prompt: int, longest: float) -> Any:
-    """Accelerators for training -> settings, for GPUs with the memory of this machine's smallest."""
+    """Return number of training accelerators -> settings, assuming GPUs with the memory of the smallest one here."""
     from penstock.infra.backends.hardware import visible_gpus
     from penstock.pipeline.launch.check.fit import memory_or_usual, planned
 

@@ -32,12 +32,12 @@ class RunSection(Section):
     steps: Positive | None = Field(None, description="number of optimizer steps; set either `steps` or `epochs`")
     epochs: PositiveFloat | None = Field(None, description="passes through the data; an incomplete last step is skipped")
     seed: NonNegative = Field(0, description="random seed of the prompt order, sampling, generated data and training")
-    restart: Literal["on-failure", "never"] = Field("on-failure", description="whether `penstock run` restarts a crashed worker")
+    restart: Literal["on-failure", "never"] = Field("on-failure", description="restart a crashed worker (`penstock run`), or never")
     max_restarts: NonNegative = Field(5, description="consecutive restarts of one worker before the run fails")
     health_port: Annotated[int, Field(ge=0, lt=2**16)] = Field(
-        0, description="loopback port of the first worker's `/livez`, `/readyz`, `/metrics`; others follow; 0: none"
+        0, description="loopback port of the first worker's `/livez`, `/readyz`, `/metrics`; other workers use the next ports; 0: none"
     )
-    stall_s: PositiveFloat = Field(300.0, description="seconds without progress after which the stuck stage is reported")
+    stall_s: PositiveFloat = Field(300.0, description="seconds without progress after which the cause of the stall is reported")
 
 
 class ModelSection(Section):
@@ -62,18 +62,20 @@ class DataSection(Section):
             "or a list of sources, which are mixed"
         )
     )
-    weights: list[FinitePositive] | None = Field(None, description="share of each source in a mixture; its number of rows if absent")
-    rewards: dict[str, list[str]] = Field(default_factory=dict, description="source -> those `reward.functions` that score its rows")
+    weights: list[FinitePositive] | None = Field(None, description="share of each source in a mixture; proportional to rows if absent")
+    rewards: dict[str, list[str]] = Field(default_factory=dict, description="source -> subset of `reward.functions` that scores its rows")
     sampling: dict[str, SourceSampling] = Field(default_factory=dict, description="source -> `temperature`, `max_new_tokens` for its rows")
-    sort_by: str | None = Field(None, description="column of numbers; each epoch is sorted by it, ascending, instead of shuffled")
+    sort_by: str | None = Field(None, description="numeric column by which each epoch is sorted, ascending, instead of shuffled")
     skip_solved: float | None = Field(None, description="mean reward at or above which a row is skipped in the next epoch")
     skip_unsolved: float | None = Field(None, description="mean reward at or below which a row is skipped in the next epoch")
     skip_rows: list[NonNegative] = Field(
-        default_factory=list, description="numbers of rows that are never used, as in the log; `penstock fork --without` extends the list"
+        default_factory=list, description="rows (numbered as in the log) that are never used; `penstock fork --without` extends the list"
     )
     prompt_field: str = Field("prompt", description="column of the prompt: text, or a list of chat messages")
-    answer_field: str = Field("answer", description="column that reward functions get as `answer`; empty for none")
-    tag_field: str | None = Field(None, description="column that selects one of `rollout.pools`; in a mixture it may be `data_source`")
+    answer_field: str = Field("answer", description="column that reward functions receive as `answer`; empty for none")
+    tag_field: str | None = Field(
+        None, description="column by whose value a row is assigned to one of `rollout.pools`; `data_source` in a mixture"
+    )
     split: str = Field("train", description="split of an `hf:` data set; generated sources reserve other splits for evaluation")
     start: NonNegative = Field(0, description="first row that is used")
     limit: Positive | None = Field(None, description="number of rows that are used; all if absent")
@@ -81,34 +83,34 @@ class DataSection(Section):
     shuffle: bool = Field(True, description="shuffle each epoch by the seed")
     first_group: NonNegative = Field(0, description="position of group 0 in the order of prompts; `penstock fork` sets it")
     chat_template: Annotated[str, Resolve(absolute_template)] = Field(
-        "auto", description="`auto`: the model's, if any; `on`: required; `off`: none; or the path of a Jinja file"
+        "auto", description="`auto`: the model's template, if it has one; `on`: required; `off`: none; or the path of a Jinja file"
     )
-    system_prompt: str | None = Field(None, description="first message of every prompt that has no system message; needs a chat template")
+    system_prompt: str | None = Field(None, description="system message of every prompt that has none; needs a chat template")
     template_arguments: dict[str, Any] = Field(
         default_factory=dict, description="variables of the chat template, such as `enable_thinking = false`"
     )
     max_prompt_tokens: Positive = Field(1024, description="longest prompt; a longer one stops the run with an error that names its row")
-    on_change: Literal["refuse", "accept"] = Field("refuse", description="what a resumed run does if the rows have changed")
+    on_change: Literal["refuse", "accept"] = Field("refuse", description="refuse or accept to resume the run if the rows have changed")
 
 
 class ChildSection(Section):
     """Keys of a section whose code runs in child processes."""
 
     pass_env: list[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]] = Field(
-        default_factory=list, description="further environment variables that child processes get"
+        default_factory=list, description="further environment variables that child processes inherit"
     )
     memory_gb: PositiveFloat | None = Field(
-        None, description="memory limit of a child with its descendants; half of the machine's if absent"
+        None, description="memory limit in GB of a child with its descendants; half of the machine's memory if absent"
     )
     max_processes: Positive = Field(512, description="limit on the number of processes of a child with its descendants")
     file_gb: PositiveFloat = Field(64.0, description="size limit of a file that a child writes, in GB")
     isolate: Isolation | None = Field(
         None,
         description=(
-            "`none`, `landlock`, `bwrap`, or `auto` (`bwrap` if it works, else `landlock`); if absent `landlock`, for root `none`"
+            "sandbox: `none`, `landlock`, `bwrap`, or `auto` (`bwrap` if it works, else `landlock`); if absent `landlock`, for root `none`"
         ),
     )
-    isolate_network: bool = Field(False, description="child processes have no network; needs `isolate` `bwrap` or `auto`")
+    isolate_network: bool = Field(False, description="run child processes without network; needs `isolate` `bwrap` or `auto`")
 
     def _rules(self, section: str, *also: str) -> ChildRules:
         return ChildRules(
@@ -131,7 +133,9 @@ class RewardSection(ChildSection):
     weights: list[float] | None = Field(None, description="one weight per function; 1 each if absent")
     timeout_s: PositiveFloat = Field(30.0, description="time limit in seconds of all reward functions for one completion")
     concurrency: Positive = Field(64, description="groups that a child scores concurrently if a function is `async` or a service")
-    on_error: Literal["stop", "drop"] = Field("stop", description="action if a function fails alike for more than 5 % of the groups")
+    on_error: Literal["stop", "drop"] = Field(
+        "stop", description="stop the run if a function fails in the same way for more than 5 % of the groups, or drop such groups"
+    )
 
     def rules(self) -> ChildRules:
         """Rules of the reward processes; the token is passed only if a reward is a service."""
@@ -144,7 +148,7 @@ class EnvironmentSection(ChildSection):
         None,
         description=(
             "`file.py:Class`, `package:Class`, `gymnasium:ID`, `textarena:ID`, `openenv:ws://HOST:PORT`, `tiny:lake`, or "
-            "`agent:COMMAND`; samples are then trajectories of several turns; single completions if absent"
+            "`agent:COMMAND`: samples are trajectories of several turns; if absent, single completions"
         ),
     )
     carrier: Literal["process", "log"] = Field(
@@ -152,10 +156,10 @@ class EnvironmentSection(ChildSection):
     )
     processes: Positive = Field(2, description="child processes for environments, per worker")
     in_flight: Positive = Field(256, description="concurrent trajectories, per worker")
-    max_turns: Positive = Field(10, description="turns of the policy after which a trajectory is truncated")
-    max_tokens: Positive = Field(4096, description="tokens of a trajectory with its prompt after which it is truncated")
+    max_turns: Positive = Field(10, description="largest number of policy turns in a trajectory")
+    max_tokens: Positive = Field(4096, description="largest number of tokens of a trajectory with its prompt")
     max_result_tokens: Positive | None = Field(
-        None, description="tokens to which a tool result or step's text is truncated; none if absent"
+        None, description="tokens to which each tool result or observation is truncated; no limit if absent"
     )
     history: Literal["exact", "template"] = Field(
         "exact", description="`exact`: contexts contain all generated tokens; `template`: what the chat template renders"
@@ -165,7 +169,7 @@ class EnvironmentSection(ChildSection):
     )
     reset_timeout_s: PositiveFloat = Field(60.0, description="time limit of a reset in seconds")
     step_timeout_s: PositiveFloat = Field(30.0, description="time limit of a step in seconds")
-    trajectory_timeout_s: PositiveFloat = Field(3600.0, description="limit in seconds on the environment's time in one trajectory")
+    trajectory_timeout_s: PositiveFloat = Field(3600.0, description="limit in seconds on the total environment time of a trajectory")
     retries: NonNegative = Field(2, description="retries of a failing environment before its sample is aborted")
 
     def rules(self) -> ChildRules:
@@ -177,31 +181,31 @@ class ScheduleSection(Section):
     prompts_per_step: Positive = Field(8, description="U: prompt groups per optimizer step")
     samples_per_prompt: Annotated[int, Field(ge=1)] = Field(8, description="K: samples per prompt group, at least 2")
     steps_per_version: Positive = Field(1, description="S: optimizer steps between two published versions")
-    max_lag: NonNegative | None = Field(None, description="versions a trained sample may be behind the learner; by the mode if absent")
+    max_lag: NonNegative | None = Field(None, description="largest lag of a trained sample, in versions; the mode's default if absent")
     order: Literal["submission", "arrival"] | None = Field(
-        None, description="train on groups in the order of their numbers, or as they are scored; the mode's default if absent"
+        None, description="train on groups by number, or in the order of scoring; the mode's default if absent"
     )
     stale_in_hand: Literal["finish", "abort", "continue"] | None = Field(
-        None, description="what to do with an unfinished group that would be stale; the mode's default if absent"
+        None, description="what to do with a group in flight that can no longer be fresh; the mode's default if absent"
     )
-    oversample: NonNegative = Field(0, description="r: K + r samples are started, and the group ends when K have ended")
+    oversample: NonNegative = Field(0, description="r: extra samples of a group; K + r are started, and the first K are used")
     oversample_groups: NonNegative = Field(
-        0, description="s: a round starts R + s groups, R = U·S, and ends when R are trained; only with order `arrival`"
+        0, description="s: extra groups of a round; U·S + s are started, and the first U·S are trained; only with order `arrival`"
     )
     max_drops_per_step: Positive | None = Field(
-        None, description="number of groups dropped between two steps that stops the run; if absent 16 U·S, at least 64"
+        None, description="the run stops if more groups are dropped between two steps; if absent 16 U·S, at least 64"
     )
 
 
 class SamplingSection(Section):
-    temperature: PositiveFloat = Field(1.0, description="sampling temperature; the learner's logits are divided by it too")
+    temperature: PositiveFloat = Field(1.0, description="sampling temperature, which also divides the learner's logits")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus sampling; only with `top_k`")
     top_k: Annotated[int, Field(ge=0, le=128)] = Field(0, description="number of most likely tokens to sample from; 0 for all")
     max_new_tokens: Positive = Field(256, description="longest completion; one that reaches it has `finish = length`")
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
-        default_factory=list, description="texts that end a completion; they are part of it"
+        default_factory=list, description="texts that end a completion, and are part of it"
     )
-    seeded: bool = Field(True, description="derive the random numbers of each sample from the seed; vLLM generates faster without")
+    seeded: bool = Field(True, description="make each sample reproducible from `run.seed`; vLLM generates faster if false")
 
 
 class AlgorithmSection(Section):
@@ -214,8 +218,8 @@ class AlgorithmSection(Section):
     )
     value_lr: FinitePositive | None = Field(
         None,
-        description="learning rate of a value head on the policy's hidden states; its value of each token is subtracted from the advantage "
-        "(arXiv 2509.19128); no head if absent",
+        description="learning rate of a value head on the policy's hidden states, whose value is subtracted from each token's advantage "
+        "(arXiv 2509.19128); no value head if absent",
     )
     aggregate: Literal["token_mean", "sequence_mean", "constant"] | None = Field(
         None, description="how token losses are averaged (`constant`: sum divided by `max_new_tokens`); the loss's default if absent"
@@ -225,24 +229,27 @@ class AlgorithmSection(Section):
     clip_dual: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
         None, description="upper bound of the ratio for negative advantages, 0 for none; if absent 3, `cispo` none"
     )
-    kl_coef: NonNegativeFloat = Field(0.0, description="weight of the KL to the reference model; above 0 the trainer keeps a frozen copy")
+    kl_coef: NonNegativeFloat = Field(
+        0.0, description="weight of the KL to the reference model; above 0 the trainer holds a frozen copy of it"
+    )
     final_kl_coef: NonNegativeFloat | None = Field(None, description="`kl_coef` at the last step, reached linearly; constant if absent")
-    kl_weighted: bool | None = Field(None, description="weight the KL of a token by current / behaviour; true if absent")
+    kl_weighted: bool | None = Field(None, description="multiply each token's KL by the ratio current / behaviour policy; true if absent")
     kl_in: Literal["loss", "reward"] = Field("loss", description="KL as k3 in the loss, or as k1 subtracted from the reward")
     reference: Annotated[str | None, PATH] = Field(None, description="directory of the reference model; `model.path` if absent")
     proximal: Literal["behaviour", "snapshot", "current"] | None = Field(
         None,
-        description="policy in the ratio's denominator; `snapshot`: of the version's start, if S > 1; default by schedule, loss, dtype",
+        description="policy in the ratio's denominator; `snapshot`: at the start of a version, if S > 1; default by schedule, loss, dtype",
     )
     correction: Annotated[str, one_of(CORRECTIONS, or_none=True)] | None = Field(
         None,
-        description=f"bound of importance weight proximal / behaviour: none, {', '.join(CORRECTIONS)}; default by schedule, loss, dtype",
+        description=f"importance weight proximal / behaviour policy: none, {', '.join(CORRECTIONS)}; default by schedule, loss, dtype",
     )
     correction_low: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="importance weights below it are masked; if absent 0, `icepop` 0.5, `geometric_mis` 0.9"
+        None, description="lower limit; smaller importance weights are masked; if absent 0, `icepop` 0.5, `geometric_mis` 0.9"
     )
     correction_high: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
-        None, description="importance weights above it are truncated (`tis`) or masked; if absent 5, `geometric_tis` 2, `geometric_mis` 1.1"
+        None,
+        description="upper limit; larger weights are truncated (`tis`) or masked; if absent 5, `geometric_tis` 2, `geometric_mis` 1.1",
     )
     reject_kl: FinitePositive | None = Field(
         None, description="mean KL between behaviour and proximal policy above which a sequence is masked"
@@ -251,24 +258,24 @@ class AlgorithmSection(Section):
     final_entropy_coef: NonNegativeFloat | None = Field(
         None, description="`entropy_coef` at the last step, reached linearly; constant if absent"
     )
-    entropy_floor: FinitePositive | None = Field(None, description="entropy in nats above which a token earns no bonus; none if absent")
+    entropy_floor: FinitePositive | None = Field(None, description="entropy in nats above which a token gets no bonus; no limit if absent")
     ess_floor: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="effective sample size of a step below which no prompt is admitted ahead of its round; none if absent"
+        None, description="if a step's effective sample size is lower, no prompt is admitted ahead of its round; no limit if absent"
     )
     combine: Literal["rewards", "advantages"] = Field(
-        "rewards", description="advantage of the summed rewards, or sum of each function's advantages (GDPO, arXiv 2601.05242)"
+        "rewards", description="`rewards`: advantages of the summed rewards; `advantages`: sum of each function's (GDPO, arXiv 2601.05242)"
     )
     filter_zero_variance: bool = Field(True, description="groups with equal rewards are `filtered` and replaced")
     truncated: Literal["train", "mask", "penalise"] = Field(
-        "train", description="what to do with truncated samples; `mask` leaves them out of the loss"
+        "train", description="`mask` excludes truncated samples from the loss, `penalise` changes their reward"
     )
-    truncated_penalty: float = Field(-1.0, description='added to the reward under `truncated = "penalise"`')
+    truncated_penalty: float = Field(-1.0, description='added to the reward of truncated samples if `truncated = "penalise"`')
 
 
 class PoolSection(Section):
     workers: Positive = Field(1, description="rollout workers that `penstock run` starts in the pool")
     tags: list[str] = Field(default_factory=list, description="values of `data.tag_field` that the pool samples; if empty, all others")
-    fallback: list[str] = Field(default_factory=list, description="pools that sample this pool's prompts while it has no worker")
+    fallback: list[str] = Field(default_factory=list, description="pools that generate this pool's samples while it has no worker")
 
 
 class RolloutSection(Section):
@@ -280,9 +287,11 @@ class RolloutSection(Section):
     threads: Positive = Field(1, description="threads of each worker")
     device: str = Field("auto", description="`auto`: a GPU if torch sees one, else `cpu`")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="number format of the weights")
-    slots: Positive | None = Field(None, description="groups in flight per worker; if absent 3, for vLLM from `concurrency`")
+    slots: Positive | None = Field(None, description="groups in flight per worker; if absent 3, with vLLM as many as `concurrency` allows")
     concurrency: Positive = Field(64, description="concurrent samples in vLLM (its `max_num_seqs`)")
-    kv_cache: Literal["recompute", "keep"] = Field("recompute", description="KV cache of samples in flight under new weights")
+    kv_cache: Literal["recompute", "keep"] = Field(
+        "recompute", description="after loading new weights, recompute or keep the KV cache of samples in flight"
+    )
     engine_process: bool = Field(False, description="run vLLM in a separate process")
     vllm: dict[str, Any] = Field(default_factory=dict, description="further arguments of vLLM's engine, such as `tensor_parallel_size`")
     toy_delay_s: NonNegativeFloat = Field(0.0, description="seconds that the toy engine sleeps per token of a group")
@@ -292,7 +301,9 @@ class RolloutSection(Section):
 class ScorerSection(Section):
     workers: Positive = Field(1, description="scorers that `penstock run` starts")
     processes: Positive = Field(1, description="child processes that run the reward functions, per scorer")
-    group_deadline_s: PositiveFloat = Field(3600.0, description="seconds of the rollout worker's activity until a group is `abandoned`")
+    group_deadline_s: PositiveFloat = Field(
+        3600.0, description="a group is `abandoned` after this many seconds in which its rollout worker was active"
+    )
 
 
 class TrainerSection(Section):
@@ -312,17 +323,17 @@ class TrainerSection(Section):
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="number format of the weights; the optimizer's is float32. `auto` in a file: bfloat16 if the device computes it",
+        description="number format of the weights; optimizer state is float32. `auto` in a file: bfloat16 if the device supports it",
     )
     threads: Positive = Field(
         1,
-        description="threads per process; the last bits of results depend on it. If absent by the model's size, under `offload` all cores",
+        description="threads per process, which affect rounding; if absent by the model's size, with `offload` all cores",
     )
-    deterministic: Literal["warn", "strict"] = Field("warn", description="`strict` refuses operations that are not deterministic")
-    tf32: bool = Field(False, description="compute float32 products on a GPU in TF32; on a GPU true if absent")
+    deterministic: Literal["warn", "strict"] = Field("warn", description="`strict` raises an error for nondeterministic operations")
+    tf32: bool = Field(False, description="compute float32 matrix products on a GPU in TF32; if absent, true on a GPU")
     on_mismatch: Literal["stop", "rebase"] | None = Field(
         None,
-        description="if a recomputed step differs: stop, or record both and continue; if absent `rebase` on a GPU or with other arithmetic",
+        description="if a recomputed step differs: stop, or record both and continue; if absent `rebase` on a GPU or on changed hardware",
     )
     peak_tflops: FinitePositive | None = Field(None, description="peak TFLOPS of the device, for `mfu`; known for common GPUs")
     lr: PositiveFloat = Field(1e-6, description="peak learning rate of AdamW")
@@ -336,12 +347,12 @@ class TrainerSection(Section):
     micro_batch_tokens: Positive = Field(8192, description="tokens of one micro-batch, per process")
     micro_batch_by: Literal["padded", "computed"] = Field(
         "padded",
-        description="tokens that `micro_batch_tokens` counts: `padded`: rows times longest row; `computed`: those that pass through the "
-        "model, if it computes common prefixes once, and processes get micro-batches of equal size",
+        description="what `micro_batch_tokens` counts: `padded`: rows times longest row; `computed`: tokens that the model computes, if it "
+        "computes common prefixes once; processes then get micro-batches of equal size",
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
     compile: bool = Field(
-        False, description="compile layers, with gradient checkpointing norms and MLPs, by torch.compile; on a GPU true if absent"
+        False, description="use torch.compile on layers (with gradient checkpointing on norms and MLPs); if absent, true on a GPU"
     )
     share_prompts: Literal["auto", "on", "off"] = Field(
         "auto", description="compute common prompt prefixes once; `auto`: if the logprobs are the same, `on`: fail if they are not"
@@ -349,10 +360,14 @@ class TrainerSection(Section):
     export: bool = Field(True, description="write a Hugging Face directory with each checkpoint, and at the end `runs/RUN/model`")
     checkpoint_every: NonNegative = Field(50, description="optimizer steps between two checkpoints; 0 for none")
     checkpoint_keep_last: Positive = Field(2, description="newest checkpoints that are retained, in addition to the best one")
-    checkpoint_keep_every: Positive | None = Field(None, description="retain also every checkpoint whose step is a multiple of this")
-    initial_state: Annotated[str | None, PATH] = Field(None, description="folder of the initial optimizer state, set by `penstock fork`")
-    initial_steps: NonNegative = Field(0, description="optimizer steps behind `initial_state`; warm-up and decay continue after them")
-    checkpoint_dir: Annotated[str | None, PATH] = Field(None, description="folder of one folder per run; `runs/RUN/checkpoints` if absent")
+    checkpoint_keep_every: Positive | None = Field(None, description="also retain every checkpoint whose step is a multiple of this")
+    initial_state: Annotated[str | None, PATH] = Field(
+        None, description="directory of the initial optimizer state; `penstock fork` sets it"
+    )
+    initial_steps: NonNegative = Field(0, description="optimizer steps before `initial_state`; warm-up and decay continue after them")
+    checkpoint_dir: Annotated[str | None, PATH] = Field(
+        None, description="parent directory of checkpoints; `runs/RUN/checkpoints` if absent"
+    )
 
 
 class EvalSection(Section):
@@ -360,11 +375,13 @@ class EvalSection(Section):
         None, description="held-out prompts, as `data.source`; no evaluation if absent"
     )
     engine: Literal["own", "rollout"] = Field(
-        "own", description="`own`: the evaluator has an engine; `rollout`: a rollout worker evaluates, the default on a GPU"
+        "own", description="`own`: the evaluator runs its own engine; `rollout`: a rollout worker evaluates, the default on a GPU"
     )
     functions: Annotated[list[str] | None, SOURCE] = Field(None, description="reward functions of evaluation; `reward.functions` if absent")
     weights: list[float] | None = Field(None, description="one weight per function; 1 each if absent")
-    threshold: float | None = Field(None, description="reward from which a completion is solved; the sum of positive weights if absent")
+    threshold: float | None = Field(
+        None, description="reward from which a completion counts as solved; the sum of positive weights if absent"
+    )
     split: str = Field("test", description="as `data.split`")
     start: NonNegative = Field(0, description="as `data.start`")
     limit: Positive | None = Field(64, description="as `data.limit`, for each source")
@@ -374,4 +391,4 @@ class EvalSection(Section):
     temperature: PositiveFloat = Field(1.0, description="temperature of the sampled completions")
     max_new_tokens: Positive | None = Field(None, description="longest completion of the evaluation; `sampling.max_new_tokens` if absent")
     target: float | None = Field(None, description="greedy accuracy at which the run ends")
-    patience: Positive | None = Field(None, description="number of evaluations without a new best after which the run ends")
+    patience: Positive | None = Field(None, description="the run ends after this many evaluations without a new best accuracy")

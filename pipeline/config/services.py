@@ -10,14 +10,14 @@ from penstock.pipeline.config.fields import Positive, PositiveFloat, Resolve, Se
 
 class WeightsSection(Section):
     chunk_mib: Annotated[int, Field(ge=1, le=8)] = Field(8, description="size of a chunk in the topic `weights`")
-    partitions: Annotated[int, Field(ge=1, le=64)] = Field(8, description="partitions of `weights` for chunks of versions from 1 on")
+    partitions: Annotated[int, Field(ge=1, le=64)] = Field(8, description="partitions of `weights` for the chunks of versions 1 and later")
     keep: Literal["chain", "all"] = Field(
         "all",
-        description="`chain` deletes versions that the newest are not based on; `penstock replay rollout` of old versions needs `all`",
+        description="`chain` deletes versions that newer ones do not build on; `penstock replay rollout` under old versions needs `all`",
     )
     anchor_every: Positive = Field(20, description="versions between two full snapshots; the others are lossless deltas")
     encoding: Literal["auto", "merged", "adapter"] = Field(
-        "auto", description="`adapter`, and `auto` in a LoRA run: send versions as LoRA adapters; `merged`: as full weights"
+        "auto", description="send versions as LoRA adapters (`adapter`, and `auto` in a LoRA run) or as merged full weights (`merged`)"
     )
     shared: bool = Field(True, description="rollout workers of a machine share one copy of the weights in memory (Linux)")
     transport: Literal["kafka", "ipc"] = Field(
@@ -26,20 +26,25 @@ class WeightsSection(Section):
 
 
 class KafkaSection(Section):
-    bootstrap: str = Field("embedded", description="`embedded`: this machine's own broker; or `HOST:PORT[,HOST:PORT]`")
+    bootstrap: str = Field("embedded", description="`embedded`: the broker of this machine; or `HOST:PORT[,HOST:PORT]`")
     partitions: Positive | None = Field(
-        None, description="partitions of `prompts`, `rollouts` and `groups`; 4 x the most workers of a role, at least 8, if absent"
+        None,
+        description="partitions of `prompts`, `rollouts` and `groups`; if absent 4 x the most workers of a role, at least 8",
     )
     replication_factor: Positive | None = Field(None, description="replicas of each record; if absent 3, or one per broker if fewer")
-    min_insync_replicas: Positive | None = Field(None, description="replicas that must acknowledge a record; 2, on one broker 1, if absent")
-    allow_loss: bool = Field(False, description="accept fewer than 2 in-sync replicas on several brokers: one lost broker can lose records")
+    min_insync_replicas: Positive | None = Field(None, description="replicas that must acknowledge a record; if absent 2, on one broker 1")
+    allow_loss: bool = Field(
+        False, description="accept fewer than 2 in-sync replicas on several brokers, where losing a broker can lose records"
+    )
     give_up_s: PositiveFloat = Field(GIVE_UP_S, description="seconds without a response of the broker after which a worker exits")
     session_s: float = Field(
         SESSION_S, ge=1.0, le=300.0, description="seconds without a heartbeat after which a worker's partitions are reassigned"
     )
-    keep_steps: Positive | None = Field(None, description="newest steps whose prompts, samples and groups are retained; all if absent")
+    keep_steps: Positive | None = Field(
+        None, description="number of newest steps whose prompts, samples and groups are retained; all if absent"
+    )
     archive: Annotated[str | None, Resolve(absolute)] = Field(
-        None, description="folder that the run is exported into before `keep_steps` deletes records"
+        None, description="directory to which records are exported before `keep_steps` deletes them"
     )
     security: dict[str, str] = Field(
         default_factory=dict,
@@ -60,7 +65,7 @@ class KafkaSection(Section):
 
 class LaunchSection(Section):
     placement: Literal["separate", "colocated"] = Field(
-        "separate", description="`colocated`: trainer and one rollout worker time-share a device"
+        "separate", description="`colocated`: trainer and a rollout worker time-share a device"
     )
     environments: Positive = Field(1, description='environment workers that `penstock run` starts under `environment.carrier = "log"`')
     pin: Literal["auto", "off"] = Field("off", description="`auto`: pin rollout workers and trainer to separate cores")

@@ -66,7 +66,6 @@ def with_facts(columns: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str
 
 
 def _alternatives(reference: Any) -> Iterator[str | int | float]:
-    """The accepted values of a reference. Raises `InvalidReference`."""
     if isinstance(reference, Mapping) and GROUND_TRUTH in reference:
         reference = reference[GROUND_TRUTH]
     if not isinstance(reference, list | tuple):

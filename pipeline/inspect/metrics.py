@@ -1,4 +1,4 @@
-"""Metric points of a run's records: name, value, and the record's time and offset."""
+"""Converts a run's records to metric points, for `metrics.jsonl` and MLflow."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,19 +17,19 @@ from penstock.topics.runs import RunRecord
 from penstock.topics.wire.record import Record
 
 CONSTANT = ("n", "samples")
-"""Numbers of prompts and samples of an evaluation, which its configuration has."""
+"""Values of an evaluation that are constant during a run and are not logged."""
 STATUS_EVERY_MS = 10_000
-"""One status of each worker in so long becomes a point: the second ones are for the live view."""
+"""Interval at which a worker's status becomes a point; workers send one status per second, for the live view."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One moment's values: a line of `metrics.jsonl`, and as many MLflow points."""
+    """Values at one time: a line of `metrics.jsonl`, and one MLflow point per value."""
 
     source: str
-    """ledger, metrics or reward."""
+    """Source of the metric: ledger, metrics or reward."""
     number: int
-    """Offset in the source; for reward, the version. Grows within a source."""
+    """Offset in the topic `source`; for reward, the policy version. Ascending within a source."""
     kind: str
     timestamp_ms: int
     step: int
@@ -39,7 +39,7 @@ class Line:
 
 
 class Points:
-    """Turns folded records into lines."""
+    """Converts records to lines."""
 
     def __init__(self, *, created_ms: int, schedule: Schedule) -> None:
         self._created_ms, self._schedule = created_ms, schedule
@@ -48,9 +48,9 @@ class Points:
         self._rewarded = -1
 
     def of(self, folded: Folded, record: Record, *, source: str) -> Iterator[Line]:
-        """Lines of a record, from what the view folded of it."""
+        """Yield the lines of a record; `folded` is its content, as returned by `RunView.fold`."""
         if isinstance(folded, Entry) and folded.kind == "step":
-            # Names ending in _at are moments, not measures.
+            # Values whose names end in _at are times, not metrics.
             values = {f"train/{name}": value for name, value in folded.metrics.items() if not name.endswith("_at")}
             labels = {"version": folded.version}
             yield self._line(record, source, kind="step", step=folded.step or 0, values=values, labels=labels)
@@ -66,13 +66,13 @@ class Points:
             yield self._line(record, source, kind=folded.kind, step=step, values=values, labels={"worker": folded.worker})
 
     def rewards(self, view: RunView, *, before: int) -> Iterator[Line]:
-        """Mean reward of all scored samples by version, for the versions below `before` that have no line yet, in order."""
+        """Yield a line with the mean reward of all scored samples for each version below `before` that has no line yet."""
         for version in range(self._rewarded + 1, before):
             self._rewarded = version
             tally = view.rewards.get(version, Tally())
             if tally.mean is None or not self._published:
                 continue
-            # Dated by the entry after which samples of this version are stale, or by the last entry.
+            # The time is that of the ledger entry after which samples of this version are stale, or of the last entry.
             overtaken = min(version + self._schedule.max_lag + 1, max(self._published))
             values = {"reward": tally.mean, "reward_samples": float(tally.samples)}
             yield Line(
@@ -86,7 +86,7 @@ class Points:
             )
 
     def _samples(self, measurement: Measurement, record: Record) -> bool:
-        """True for a worker's first status of each ten seconds and for its final report."""
+        """True for a worker's first status in each `STATUS_EVERY_MS` and for its final report."""
         source, stretch = (measurement.worker, measurement.incarnation), record.timestamp_ms // STATUS_EVERY_MS
         if measurement.kind == "status" and self._sampled.get(source, -1) >= stretch:
             return False
@@ -99,7 +99,7 @@ class Points:
 
 
 def flatten(table: Mapping[str, Any], *, prefix: str = "") -> dict[str, str]:
-    """A nested table as dotted names and texts, without None: `flatten({"run": {"seed": 3, "x": None}})` is {"run.seed": "3"}."""
+    """Flatten a nested table to dotted names and texts, without None: `flatten({"run": {"seed": 3, "x": None}})` is {"run.seed": "3"}."""
     flat: dict[str, str] = {}
     for key, value in table.items():
         if isinstance(value, Mapping):
@@ -115,7 +115,7 @@ FORKED_TAG = "penstock.forked_from"
 def target_of(
     record: RunRecord, config: Config, *, tags: Mapping[str, str], changed: Config | None = None, data: Sequence[Mapping[str, Any]] = ()
 ) -> Target:
-    """The run's MLflow target; its configuration, or a `changed` one, as parameters, and `data` as its data sets."""
+    """Return where and how MLflow logs a run: the configuration, or `changed`, as parameters, and `data` as data sets."""
     state = state_directory()
     chosen = config.mlflow
     uri = chosen.tracking_uri or f"sqlite:///{state / 'mlflow.db'}"
@@ -123,7 +123,7 @@ def target_of(
         run=record.run,
         uri=uri,
         experiment=chosen.experiment,
-        # A database stores no files: MLflow would put them into the working directory.
+        # For a database URI, MLflow would store artifacts in the working directory.
         artifacts=(state / "mlartifacts").as_uri() if uri.startswith("sqlite:") else None,
         params=flatten(settled(changed or config)),
         tags=tags,
@@ -134,7 +134,7 @@ def target_of(
 
 
 def settled(config: Config) -> dict[str, Any]:
-    """A run's keys; those that were left to its loss or its schedule have the values of these, as `schedule.max_lag` of a mode."""
+    """Return a run's configuration in which keys that depend on loss or schedule mode, such as `schedule.max_lag`, have their values."""
     table: dict[str, Any] = json.loads(to_json(config))
     for name, owner in (("algorithm", config), ("schedule", config.rules), ("kafka", config)):
         table[name] = {key: getattr(owner, key, None) if value is None else value for key, value in table[name].items()}
@@ -142,7 +142,7 @@ def settled(config: Config) -> dict[str, Any]:
 
 
 def lineage(info: Mapping[str, Any]) -> dict[str, str]:
-    """The tags of a run that starts from another one's state; nothing for one that does not."""
+    """Return the MLflow tags that name the parent of a run; empty for a run without a parent."""
     origin = info.get("regraded_from") or info.get("forked_from")
     if not isinstance(origin, Mapping):
         return {}

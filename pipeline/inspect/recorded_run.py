@@ -1,4 +1,4 @@
-"""Small topics of a recorded run, read up to their ends at that time: configuration, ledger, versions and dead letters."""
+"""Reads the small topics of a recorded run up to their current ends: configuration, ledger, versions and dead letters."""
 
 import json
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from penstock.topics.runs import ENDED, RunRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredDeadLetter:
-    """A dead letter and its offset; without the payload of the refused record, which may be large."""
+    """A dead letter and its offset, without the payload of the refused record, which may be large."""
 
     offset: int
     dead_letter: DeadLetter
@@ -24,11 +24,9 @@ class StoredDeadLetter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """Small topics of a run."""
-
     reader: RunReader
     record: RunRecord | None
-    """None if the registry has lost it."""
+    """Registration; None if its record was deleted."""
     config: Config
     past: LedgerHistory
     dead_letters: tuple[StoredDeadLetter, ...]
@@ -39,24 +37,24 @@ class RecordedRun:
 
     @property
     def rescored_from(self) -> str | None:
-        """Source run of the prompts and samples, if `penstock replay score` wrote this one."""
+        """Run from which `penstock replay score` copied prompts and samples to this run; None for any other run."""
         run: str | None = (self._info.get("rescored_from") or {}).get("run")
         return run
 
     @property
     def planned_steps(self) -> int:
-        """Optimizer steps that the run was to take; 0 if the registry of runs has lost it."""
+        """Number of planned optimizer steps; 0 if the registration was deleted."""
         return int(self._info.get("steps") or 0)
 
     @property
     def tokenizer_digest(self) -> str | None:
-        """SHA-256 (hex) of the tokenizer's files at the creation of the run."""
+        """SHA-256 (hexadecimal) of the tokenizer's files when the run was created."""
         digest: str | None = self._info.get("digests", {}).get("tokenizer")
         return digest
 
     @property
     def reward_sources(self) -> dict[str, str] | None:
-        """Reward function -> SHA-256 (hex) of its source when the run was created; None in runs of an earlier release."""
+        """Reward function -> SHA-256 (hexadecimal) of its source when the run was created; None if an earlier release created the run."""
         sources: dict[str, str] | None = self._info.get("reward_sources")
         return sources
 
@@ -67,14 +65,13 @@ class RecordedRun:
 
     @property
     def ended(self) -> bool:
-        """True if no more records will follow."""
         return self.past.ledger_state.closed is not None or (self.record is not None and self.record.status in ENDED)
 
 
 def read_run(log: Log, run: str) -> RecordedRun:
-    """Read the run's small topics. Raises `RunNotFound`; `LogError` also if the first records of the ledger were deleted."""
-    if lost := deleted(log, f"{run}.ledger"):  # without them every group would seem to be waiting
-        raise LogError(f"{'; '.join(lost)}: the first records of the ledger were deleted, so group statuses of {run} cannot be computed")
+    """Read the run's small topics. Raises `RunNotFound`, or `LogError`, also if the first ledger entries were deleted."""
+    if lost := deleted(log, f"{run}.ledger"):  # without these entries, every group would seem to be waiting
+        raise LogError(f"the status of groups of {run} cannot be computed, because ledger entries were deleted: {'; '.join(lost)}")
     record, reader = find(log, run), RunReader(log, run)
     past = ledger_history_of(reader)
     opened = past.ledger_state.opened
@@ -90,11 +87,11 @@ def read_run(log: Log, run: str) -> RecordedRun:
 
 
 def no_prompt(recorded: RecordedRun, group: int) -> Exception:
-    """The error for a group without a prompt: deleted by the broker, or never admitted."""
+    """Return the error for a group without a prompt: `LogError` if prompts were deleted, else `ConfigError`."""
     run = recorded.run
     highest = max((read.headers.group or 0 for read in recorded.reader.prompts(decode=False) if read.headers is not None), default=-1)
     if group <= highest and (lost := deleted(recorded.reader.log, f"{run}.prompts")):
         return LogError(f"the prompt of group {group} was deleted: {'; '.join(lost)}")
     if highest < 0:
         return ConfigError(f"group {group} was never admitted: run {run} has no prompt yet")
-    return ConfigError(f"group {group} was never admitted: the highest group of run {run} is {highest}")
+    return ConfigError(f"group {group} was never admitted: run {run} has groups 0 to {highest}")

@@ -1,4 +1,4 @@
-"""Status, configuration, group statuses and last reward of a run view; the ledger takes precedence over the run record."""
+"""Status, configuration, group statuses and reward of a run, from its view. The ledger takes precedence over the registration."""
 
 import json
 import math
@@ -14,39 +14,39 @@ from penstock.topics.runs import ENDED
 
 
 def closing(view: RunView) -> dict[str, Any]:
-    """Status and reason of the run's end in the ledger."""
+    """Return status and reason of the run's end from the ledger; empty while the run is active."""
     return _object(view.closed.details if view.closed else None)
 
 
 def status_of(view: RunView) -> str:
-    """finished, stopped or failed by the ledger or the run record, otherwise created or running."""
+    """Return the run's status: created, running, finished, stopped or failed."""
     if view.closed is not None:
         return str(closing(view).get("status", "finished"))
     status = view.record.status if view.record else "created"
     since = view.record.updated_ns if view.record and status == "stopped" else 0
-    # A stopped run that is resumed is known by the workers that report again.
+    # A stopped run is resumed if workers report again.
     resumed = status == "stopped" and any(worker.time_ns > since and not worker.ended for worker in view.workers.values())
     return "running" if resumed or (status == "created" and view.opened is not None) else status
 
 
 def has_ended(view: RunView) -> bool:
-    """True if no more records will follow."""
+    """True if no more records follow."""
     return status_of(view) in ENDED
 
 
 def resumptions(view: RunView) -> int:
-    """Number of resumptions: of restarts that every worker has made."""
+    """Return how often the run was resumed: the number of restarts that all workers have in common."""
     workers = [worker for worker in view.workers.values() if not worker.ended] or view.workers.values()
     return min((len(worker.incarnations) - 1 for worker in workers), default=0)
 
 
 def config_of(view: RunView) -> dict[str, Any]:
-    """The run's configuration as a plain table, {} before it is known."""
+    """Return the run's configuration as nested dicts; {} before the registration is read."""
     return _about(view, "config")
 
 
 def reward_scale(view: RunView) -> RewardScale:
-    """The range of the run's rewards, from the known ranges of its functions or the means of its groups."""
+    """Return the range of the run's rewards, from the declared ranges of its functions, else from the means of its groups."""
     rewards = config_of(view).get("reward", {})
     scale = RewardScale.of(
         rewards.get("functions") or (), rewards.get("weights"), by_source=config_of(view).get("data", {}).get("rewards") or ()
@@ -56,12 +56,12 @@ def reward_scale(view: RunView) -> RewardScale:
 
 
 def end_reason(reason: str | None) -> str | None:
-    """The reason of a run that has ended before all its steps were done; None for any other: `end_reason("all steps done")` is None."""
+    """Return the reason for which a run ended early; None if it ended because all steps are done."""
     return None if reason == ALL_DONE else reason
 
 
 def info_of(view: RunView) -> dict[str, Any]:
-    """Facts determined at the creation of the run: rows, steps, digests; {} before they are known."""
+    """Return the facts determined when the run was created, such as rows, steps and digests; {} before the registration is read."""
     return _about(view, "info")
 
 
@@ -75,19 +75,19 @@ def steps_per_version(view: RunView) -> int:
 
 
 def last_reward(view: RunView) -> float | None:
-    """Mean reward of all scored samples of the last tenth of the steps, by oldest version; of the newest version if none is so new."""
+    """Return the mean reward of samples generated under versions of the last tenth of the steps, or of the newest scored version."""
     versions, steps, per_version = sorted(view.rewards), view.steps_done, steps_per_version(view)
     late = [version for version in versions if (version + 1) * per_version > steps - tenth(steps)] or versions[-1:]
     return together(view.rewards[version] for version in late).mean
 
 
 def tenth(steps: int) -> int:
-    """Number of steps over which the first and the last reward are averaged: `tenth(41)` is 5."""
+    """Return the number of steps over which the first and last reward are averaged, a tenth rounded up: `tenth(41)` is 5."""
     return math.ceil(steps / 10)
 
 
 def group_statuses(view: RunView) -> dict[int, str]:
-    """Group -> status, for every admitted or trained group that the view has not forgotten."""
+    """Return group -> status, for every admitted or trained group that the view still has."""
     statuses = rules.group_statuses(
         view.admitted,
         {group: outcome.outcome for group, outcome in view.groups.items()},

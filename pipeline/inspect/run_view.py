@@ -1,7 +1,7 @@
-"""The state of a run, folded record by record from its topics; used by report, live view, `status` and tracker.
+"""The state of a run, updated record by record from its topics. Report, live view, `status` and tracker use it.
 
-`RunView.fold` is a pure function of the records, in any interleaving of topics. A view that forgets keeps what is in progress, the
-newest of what has ended, and counts of the rest.
+The state depends only on the records, not on how topics are interleaved. `RunView.forget` bounds its memory: unfinished and the newest
+finished items are retained, others only counted.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record, RecordId
 
 SCORED = frozenset({"scored", "filtered"})
-"""Outcomes of groups that the reward functions scored."""
+"""Outcomes of groups that have rewards."""
 DECODED = frozenset({"ledger", "metrics"})
-"""Topics whose payloads are decoded here; headers are enough for the others."""
+"""Topics whose payloads are decoded; of other topics only the headers are read."""
 TOPICS_READ = ("dead-letters", *(topic for topic in TOPICS if topic not in ("run", "weights", "dead-letters")))
 KEPT = {"steps": 32, "versions": 4, "groups": 1024, "evals": 32}
-"""Numbers of newest items kept by `forget`, which acts at twice as many."""
+"""Numbers of newest items that `forget` retains; it acts when there are twice as many."""
 WORK = ("samples", "calls", "groups", "admitted", "step")
-"""Cumulative values of workers that rise with progress; `step` rises during a recovery as well."""
+"""Cumulative worker values that increase with progress; `step` also increases during a recovery."""
 REWARD_ERRORS = 20
 
 Folded = Entry | Measurement | DeadLetter | RunRecord | Headers
@@ -41,7 +41,7 @@ Also = Callable[[Folded | None, Record], None]
 
 @dataclass(slots=True, kw_only=True)
 class RunView:
-    """The state of one run; feed it records of any of its topics and of `penstock.runs`."""
+    """The state of one run. Call `fold` with records of its topics and of `penstock.runs`."""
 
     run: str
     record: RunRecord | None = None
@@ -50,45 +50,43 @@ class RunView:
     steps: dict[int, StepFacts] = field(default_factory=dict)
     versions: dict[int, Entry] = field(default_factory=dict)
     rebased: list[Entry] = field(default_factory=list)
-    """Entries at which repeated steps differed, or the arithmetic had changed, and the run continued."""
+    """Ledger entries of rebases: recomputed steps differed, or hardware or libraries had changed, and the run continued."""
     stale: set[int] = field(default_factory=set)
     admitted: IdSet = field(default_factory=IdSet)
     repeated: int = 0
-    """Prompts sent again because their first group was abandoned."""
+    """Number of prompts admitted again because their first group was abandoned."""
     open: dict[int, Opened] = field(default_factory=dict)
-    """Admitted groups without an outcome."""
     groups: dict[int, GroupFacts] = field(default_factory=dict)
     samples: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Completion tokens of every sample, by group and sample number."""
+    """Group -> sample -> number of completion tokens."""
     workers: dict[str, WorkerView] = field(default_factory=dict)
     evals: dict[int, Measurement] = field(default_factory=dict)
-    """The first evaluation of each version."""
+    """Version -> its first evaluation."""
     dead_letters: dict[tuple[str, int, int], str] = field(default_factory=dict)
     """(topic, partition, offset) of the refused record -> kind."""
     reward_errors: Counter[str] = field(default_factory=Counter)
-    """Reward error -> number of groups."""
     duplicates: Counter[str] = field(default_factory=Counter)
     mlflow: dict[str, str] = field(default_factory=dict)
     rewards: dict[int, Tally] = field(default_factory=dict)
-    """All scored samples, filtered ones included, by the oldest policy version of their group."""
+    """Oldest policy version of a group -> tally of its scored samples, including filtered groups."""
     no_reward: int = 0
-    """Samples of scored and filtered groups that have no reward."""
+    """Number of samples without a reward in scored and filtered groups."""
     moved_ms: int = 0
-    """Time of the last progress: registration, start, step, version, group, sample, prompt or evaluation."""
+    """Time of the last progress: a registration, start, step, version, group, sample, prompt or evaluation."""
     worked: WorkingTime = field(default_factory=WorkingTime)
     past: Ended = field(default_factory=Ended)
     poison: set[RecordId] = field(default_factory=set)
-    """Poison records: their readers crashed while decoding them."""
+    """Records whose readers crashed while decoding them."""
     _made: RunRecord | None = None
-    """The run record in the run's own topic; it takes precedence over the shared registry."""
+    """Registration in the run's own topic, which takes precedence over the topic of all runs."""
     last_seq: int = -1
     head: str | None = None
     """Digest of the newest ledger entry's payload."""
     measured: dict[tuple[str, str], IdSet] = field(default_factory=dict)
-    """Worker and incarnation -> numbers of its measurements."""
+    """(worker, process) -> sequence numbers of its measurements."""
 
     def fold(self, record: Record) -> Folded | None:
-        """Apply a record and return its content; None for a duplicate and for another run's. Raises `Unusable`, and is unchanged then."""
+        """Apply a record and return its content; None for a duplicate or a record of another run. Raises `Unusable`, changing nothing."""
         if self.poison and record.id in self.poison:
             return None
         if record.topic == RUNS_TOPIC:
@@ -104,7 +102,7 @@ class RunView:
     def _fold_run(self, record: Record) -> RunRecord | None:
         if record.key != self.run.encode():
             return None
-        if not record.value:  # a run that had this id was deleted
+        if not record.value:  # tombstone: an earlier run of this id was deleted
             self.record = None
             return None
         _, state = runs.read(record, run=self.run)
@@ -154,7 +152,7 @@ class RunView:
         if worker.incarnations and measurement.incarnation not in worker.incarnations:
             self.worked.begin_again(measurement.time_ns / 1e9)
         worker.add(measurement)
-        if measurement.role == "tracker" and measurement.kind == "final":  # it is the last to end
+        if measurement.role == "tracker" and measurement.kind == "final":  # the tracker is the last worker to exit
             self.worked.stop(measurement.time_ns / 1e9)
         if measurement.kind == "eval" or [worker.total(name) for name in WORK] != before:
             self.moved_ms = max(self.moved_ms, record.timestamp_ms)
@@ -165,7 +163,7 @@ class RunView:
 
     def _fold_groups(self, record: Record) -> Headers | None:
         headers = groups.check(record, run=self.run)
-        if headers.part:  # a later part of a group that is there already
+        if headers.part:  # a later part of a group whose first part was counted
             return headers
         assert headers.group is not None
         assert headers.outcome is not None
@@ -213,14 +211,14 @@ class RunView:
             return None
         self.dead_letters[dead_letter.record_id] = dead_letter.kind
         if dead_letter.kind == "reward-failed":
-            error = dead_letter.reason.partition(": ")[2]  # behind the group's number
+            error = dead_letter.reason.partition(": ")[2]  # the reason starts with the group's number
             self.reward_errors[error if error in self.reward_errors or len(self.reward_errors) < REWARD_ERRORS else "others"] += 1
         if dead_letter.kind == POISON and dead_letter.topic.removeprefix(f"{self.run}.") in DECODED:
             self.poison.add(dead_letter.record_id)
         return dead_letter
 
     def forget(self) -> None:
-        """Drop what has ended, except the newest; cheap if there is little more than that."""
+        """Drop finished items except the newest; does nothing unless there are twice as many as in `KEPT`."""
         if all(len(getattr(self, name)) < 2 * most for name, most in KEPT.items()):
             return
         past = self.past
@@ -249,7 +247,7 @@ class RunView:
 
     @property
     def progress(self) -> int:
-        """Number of steps, versions and group outcomes so far; a recovery repeats them and adds none."""
+        """Number of steps, versions and group outcomes so far. It does not increase during a recovery, which repeats steps."""
         return self.steps_done + len(self.versions) + self.past.versions + len(self.groups) + self.past.outcomes.total()
 
     @property
@@ -258,12 +256,10 @@ class RunView:
 
     @property
     def outcomes(self) -> Counter[str]:
-        """Outcome -> number of groups."""
         return Counter(facts.outcome for facts in self.groups.values()) + self.past.outcomes
 
     @property
     def version(self) -> int | None:
-        """The newest published policy version."""
         return max(self.versions, default=None)
 
 
@@ -282,7 +278,7 @@ _PROGRESS = frozenset({"ledger", "groups", "prompts", "rollouts"})
 
 
 def load(log: Log, run: str, *, topics: Collection[str] = TOPICS_READ) -> RunView:
-    """The view of a run as these topics have it now. Raises `LogError`."""
+    """Read these topics up to their current ends and return the view of a run. Raises `LogError`."""
     return read_view(RunReader(log, run), topics=topics)
 
 
@@ -294,9 +290,12 @@ def read_view(
     view: RunView | None = None,
     since: Mapping[Partition, int] | None = None,
 ) -> RunView:
-    """Fold these topics up to their ends, without unusable records; `also` is called with each, `since` is the end of what `view` holds."""
+    """Read these topics up to their current ends into a view; unusable records are skipped.
+
+    `also` is called with each record. `view` is a saved view to continue, and `since` has the offsets after its records.
+    """
     view = RunView(run=reader.run) if view is None else view
-    # The register first: once it says that the run has ended, the other topics are complete. Then what has killed its readers.
+    # The topic of all runs first: if it shows that the run has ended, the other topics are complete. Then dead letters of poison records.
     sources = [
         scan(reader.log, RUNS_TOPIC, f"{reader.run}.run"),
         *(reader.records(*(topic for topic in part if topic in topics), since=since) for part in (TOPICS_READ[:1], TOPICS_READ[1:])),

@@ -12,11 +12,11 @@ from penstock.topics.groups import lacks_rewards
 from penstock.topics.metrics import Measurement
 
 PAUSE_S = 60.0
-"""Workers report each second, and in long computations somebody still does: a longer silence of all is a pause."""
+"""If no worker has reported for longer than this, the run is paused. Workers report every second, though not during long computations."""
 SILENCE_S = 5.0
-"""Signs of life no farther apart than this form one span: a stop that is read later can only be in a longer silence."""
+"""Reports that are at most this far apart form one span. A stop that is read later can only be in a longer gap."""
 RATE_WINDOW = 30
-"""Statuses of a worker, one a second, from which its rates are computed."""
+"""Number of recent statuses of a worker, one per second, from which its rates are computed."""
 
 
 class GroupFacts(NamedTuple):
@@ -31,12 +31,12 @@ class GroupFacts(NamedTuple):
 
     @property
     def lacks_rewards(self) -> bool:
-        """True if samples without a reward leave fewer than two that have one."""
+        """True if fewer than two samples have a reward because others lack one."""
         return lacks_rewards(self.samples, self.no_reward)
 
 
 class Opened(NamedTuple):
-    """A group with a prompt and no outcome yet."""
+    """A group that was admitted and has no outcome yet."""
 
     partition: int
     time_s: float
@@ -49,12 +49,11 @@ class Tally(NamedTuple):
     total: float = 0.0
 
     def plus(self, other: "Tally") -> "Tally":
-        """Both together."""
         return Tally(self.samples + other.samples, self.total + other.total)
 
     @property
     def mean(self) -> float | None:
-        """Mean reward, None without samples; rounded, so that it does not depend on the order in which groups were read."""
+        """Mean reward; None without samples. Rounded, so that it does not depend on the order in which groups were read."""
         return round(self.total / self.samples, 12) if self.samples else None
 
 
@@ -70,24 +69,23 @@ class StepFacts(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Ended:
-    """Counts of what a view no longer stores."""
+    """Counts of groups that a view no longer stores."""
 
     steps: int = 0
     versions: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Of the groups that are not held any more."""
+    """Outcome -> number of groups that are no longer stored."""
     groups: IdSet = field(default_factory=IdSet)
-    """Those groups."""
     statuses: Counter[str] = field(default_factory=Counter)
-    """Of the settled groups, of which some are still held."""
+    """Final status -> number of groups, some of which are still stored."""
     settled: IdSet = field(default_factory=IdSet)
     below: int = 0
-    """Every group with a lower number is settled."""
+    """First group whose final status may be unknown."""
     counted_steps: int = 0
-    """The groups of the steps before this one are settled."""
+    """First step whose groups are not counted in `statuses`."""
 
     def settle(self, group: int, status: str) -> None:
-        """Count a group's status, once."""
+        """Count the final status of a group, unless it is counted already."""
         if group in self.settled:
             return
         self.settled.add(group)
@@ -98,7 +96,7 @@ class Ended:
 
 @dataclass(slots=True, kw_only=True)
 class WorkerView:
-    """One worker as its measurements describe it; a restarted one keeps its name and gets a new incarnation."""
+    """State of one worker according to its measurements. A restarted worker has the same name and a new incarnation."""
 
     worker: str
     role: str
@@ -107,16 +105,15 @@ class WorkerView:
     values: dict[str, float] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
     since_ns: int = 0
-    """First report of the current activity, compared up to the first comma: a step is one activity, its micro-batches are not."""
+    """Time of the first report of the current activity. Texts are compared up to the first comma: all micro-batches of a step are one."""
     ended: bool = False
     incarnations: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Last cumulative values of each incarnation."""
     recent: deque[tuple[int, dict[str, float]]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
 
     def add(self, measurement: Measurement) -> None:
-        """Fold a measurement; one of an earlier incarnation counts for the totals only.
+        """Apply a measurement. One of an earlier incarnation changes only the totals.
 
-        The order in the log determines the newest: a worker restarted on another machine has another clock.
+        The newest incarnation is the last in the log, because a worker restarted on another machine has another clock.
         """
         known_incarnation = measurement.incarnation in self.incarnations
         self.incarnations.setdefault(measurement.incarnation, {}).update(measurement.values)
@@ -124,7 +121,7 @@ class WorkerView:
             if known_incarnation:
                 return
             self.incarnation, self.ended = measurement.incarnation, False
-            self.labels = {}  # labels of the previous incarnation do not apply
+            self.labels = {}  # labels describe one incarnation
             self.recent.clear()
         if _activity(measurement.labels) != _activity(self.labels) and "doing" in measurement.labels:
             self.since_ns = measurement.time_ns
@@ -135,11 +132,10 @@ class WorkerView:
             self.recent.append((measurement.time_ns, measurement.values))
 
     def total(self, name: str) -> float:
-        """A cumulative value over all incarnations."""
         return sum(values.get(name, 0.0) for values in self.incarnations.values())
 
     def rate(self, name: str) -> float | None:
-        """A cumulative value per second over the last few statuses, None before there are two."""
+        """Return the rate per second of a cumulative value over the last statuses; None if there are fewer than two."""
         having = [(time_ns, values[name]) for time_ns, values in self.recent if name in values]
         if self.ended or len(having) < 2 or having[-1][0] <= having[0][0]:
             return None
@@ -152,18 +148,18 @@ def _activity(labels: Mapping[str, str]) -> str:
 
 @dataclass(slots=True)
 class WorkingTime:
-    """The stretches in which a run was worked on, so that no clock counts a pause.
+    """The periods in which a run was active, computed from the times of its workers' reports, so that pauses are not counted.
 
-    Made of signs of life, in seconds since 1970 and in any order: between two of them at most `PAUSE_S` apart there was work, unless
-    the run was stopped between them, or the later one is the first of a restarted worker.
+    Times are Unix seconds, in any order. Between two reports at most `PAUSE_S` apart the run was active, unless it was stopped between
+    them or the later one is the first report of a restarted worker.
     """
 
     spans: list[tuple[float, float]] = field(default_factory=list)
-    """First and last moment of each stretch without a silence of more than `SILENCE_S`, in order."""
+    """(first, last) report of each period without a gap of more than `SILENCE_S`, in order."""
     stops: list[float] = field(default_factory=list)
 
     def add(self, moment_s: float) -> None:
-        """Add a sign of life."""
+        """Add the time of a report."""
         index = bisect_right(self.spans, (moment_s, float("inf")))
         if index and moment_s <= self.spans[index - 1][1]:
             return
@@ -175,42 +171,41 @@ class WorkingTime:
         insort(self.spans, (low, high))
 
     def stop(self, moment_s: float) -> None:
-        """Add a stop of the run: the silence after it is a pause, however short."""
+        """Add the time at which the run was stopped: the gap after it is a pause, however short."""
         if moment_s not in self.stops:
             insort(self.stops, moment_s)
 
     def begin_again(self, moment_s: float) -> None:
-        """Add the first sign of a restarted worker: a silence that it ends is a pause, as after a killed launcher."""
+        """Add the first report of a restarted worker: the gap before it is a pause, as after a killed launcher."""
         self.stop(moment_s - 1e-3)
 
     def between(self, first_s: float | None, last_s: float | None) -> float | None:
-        """Seconds of work from one moment to another; None if a moment is None."""
+        """Return the active seconds between two times; None if either is None."""
         if first_s is None or last_s is None:
             return None
         return sum(max(0.0, min(high, last_s) - max(low, first_s)) for low, high in self._stretches())
 
     def until(self, now_s: float) -> float:
-        """All seconds of work; up to `now_s`, if that is so soon after the last sign of life that there may still be some."""
+        """Return all active seconds, including the time from the last report to `now_s` if that is short enough."""
         last = self.spans[-1][1] if self.spans else now_s
-        more = now_s - last if now_s > last and self._went_on(last, now_s) else 0.0
+        more = now_s - last if now_s > last and self._active_between(last, now_s) else 0.0
         return sum(high - low for low, high in self._stretches()) + more
 
     def _stretches(self) -> list[tuple[float, float]]:
-        """The spans, as one where there was work between them."""
+        """Return the spans, joined if the run was active between them."""
         joined: list[tuple[float, float]] = []
         for low, high in self.spans:
-            if joined and self._went_on(joined[-1][1], low):
+            if joined and self._active_between(joined[-1][1], low):
                 joined[-1] = (joined[-1][0], high)
             else:
                 joined.append((low, high))
         return joined
 
-    def _went_on(self, last_s: float, next_s: float) -> bool:
-        """True if there was work between one sign of life and the next."""
+    def _active_between(self, last_s: float, next_s: float) -> bool:
+        """True if the run was active between two consecutive reports."""
         stop = bisect_left(self.stops, last_s)
         return next_s - last_s <= PAUSE_S and not (stop < len(self.stops) and self.stops[stop] < next_s)
 
 
 def together(tallies: Iterable[Tally]) -> Tally:
-    """Their sum."""
     return functools.reduce(Tally.plus, tallies, Tally())

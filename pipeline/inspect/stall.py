@@ -1,4 +1,4 @@
-"""Finds the stage and group at which a stalled run is stuck, from its view, the schedule and the time."""
+"""Diagnoses a stalled run: finds the stage and the group that it waits for, from its view, schedule and time."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from penstock.pipeline.runtime.roles import HELPERS, generating_roles
 from penstock.pipeline.scheduling.rules import SETTLED, Schedule, version_after, versions_of
 
 SILENT_S = 5.0
-"""A worker reports each second; one that has not for so long is silent."""
+"""A worker without a report for this long is silent; workers report every second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,13 +20,12 @@ class Stuck:
     """Diagnosis of a stalled run."""
 
     stage: str
-    """A role, or `broker`."""
     group: int | None
     """Lowest group that the next step waits for, if it waits for a group."""
     reason: str
 
     def same_as(self, other: "Stuck | None") -> bool:
-        """True if both diagnoses are equal apart from elapsed seconds."""
+        """True if both diagnoses are equal apart from elapsed times in the text."""
         return other is not None and (self.stage, self.group, _timeless(self.reason)) == (other.stage, other.group, _timeless(other.reason))
 
 
@@ -40,21 +39,20 @@ class Generated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
-    """State of a run at one time."""
+    """State of a run at one point in time."""
 
     view: RunView
     now_s: float
     silent: Mapping[str, float]
-    """Worker -> seconds since its last report."""
     outage_s: float = 0.0
     generated: Generated | None = None
-    """Samples of the group that `waiting_for` names; None if they were not read."""
+    """Samples of the group that `waiting_for` returns; None if they were not read."""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """Worker -> what the launcher knows beyond its reports."""
+    """Worker -> what the launcher knows about its process."""
 
 
 def waiting_for(view: RunView) -> int | None:
-    """Lowest group without an outcome that the next step waits for; None if it waits for something else."""
+    """Return the lowest group without an outcome that the next step waits for; None if it waits for something else."""
     rules = _rules(view)
     if rules is None or _missing_version(view, rules) is not None:
         return None
@@ -68,10 +66,10 @@ def waiting_for(view: RunView) -> int | None:
 
 
 def find(snapshot: RunSnapshot) -> Stuck | None:
-    """What this run waits for now, whether or not that has lasted long; None for a run that is over."""
+    """Return what the run waits for now, for however long; None for a run that has ended."""
     view = snapshot.view
     if snapshot.outage_s:
-        return Stuck(stage="broker", group=None, reason=f"the broker does not respond for {snapshot.outage_s:.0f} s")
+        return Stuck(stage="broker", group=None, reason=f"the broker has not responded for {snapshot.outage_s:.0f} s")
     if view.closed is not None:
         last = [worker for role in HELPERS for worker in _of(view, role)]
         states = "; ".join(_state(snapshot, worker) for worker in last)
@@ -89,7 +87,7 @@ def find(snapshot: RunSnapshot) -> Stuck | None:
     step, unsettled = view.steps_done, sum(status not in SETTLED for status in group_statuses(view).values())
     if unsettled >= _needed(view, rules):
         return Stuck(stage="trainer", group=None, reason=f"step {step} has all its groups; {_role(snapshot, 'trainer')}")
-    for role in _drawers(view):
+    for role in _generating_roles(view):
         if not _of(view, role):
             return Stuck(stage=role, group=None, reason=_role(snapshot, role))
     return Stuck(
@@ -100,30 +98,30 @@ def find(snapshot: RunSnapshot) -> Stuck | None:
 
 
 def _group(snapshot: RunSnapshot, rules: Schedule, group: int) -> Stuck:
-    """Reason why a group that the next step needs has no outcome."""
+    """Return why a group that the next step needs has no outcome."""
     view, generated = snapshot.view, snapshot.generated
     opened = view.open.get(group)
     step = f"step {view.steps_done} waits for group {group}"
     if opened is None:
-        return Stuck(stage="feeder", group=group, reason=f"{step}, whose prompt is not out; {_role(snapshot, 'feeder')}")
+        return Stuck(stage="feeder", group=group, reason=f"{step}, which was not admitted yet; {_role(snapshot, 'feeder')}")
     waiting = f"{step} (partition {opened.partition})"
     if generated is not None and generated.samples >= rules.samples_per_prompt:
         since = "" if generated.newest_s is None else f" since {max(0.0, snapshot.now_s - generated.newest_s):.0f} s"
         return Stuck(stage="scorer", group=group, reason=f"{waiting}, complete{since}; {_role(snapshot, 'scorer', opened.partition)}")
     admitted = f"prompt admitted {max(0.0, snapshot.now_s - opened.time_s):.0f} s ago"
     there = "" if generated is None else f", {generated.samples} of {rules.samples_per_prompt} samples there"
-    owners = "; ".join(_role(snapshot, role, opened.partition) for role in _drawers(view))
-    return Stuck(stage=_drawers(view)[0], group=group, reason=f"{waiting}: {admitted}{there}; {owners}")
+    owners = "; ".join(_role(snapshot, role, opened.partition) for role in _generating_roles(view))
+    return Stuck(stage=_generating_roles(view)[0], group=group, reason=f"{waiting}: {admitted}{there}; {owners}")
 
 
-def _drawers(view: RunView) -> tuple[str, ...]:
-    """The roles that a group waits for until its samples are there; the one that takes its prompt first."""
+def _generating_roles(view: RunView) -> tuple[str, ...]:
+    """Return the roles that produce the samples of a group, first the one that receives the prompt."""
     by_log = view.record is not None and from_json(view.record.config).turns_by_log
     return ("environment", "rollout") if by_log else ("rollout",)
 
 
 def _role(snapshot: RunSnapshot, role: str, partition: int | None = None) -> str:
-    """What those of a role do; with `partition` only its owner, where the log says who that is."""
+    """Describe the activity of a role's workers, or of the worker that owns `partition` if the owner is known."""
     there = _of(snapshot.view, role)
     if not there:
         gone = [worker for worker in snapshot.view.workers.values() if worker.role == role and "error" in worker.labels]
@@ -132,7 +130,7 @@ def _role(snapshot: RunSnapshot, role: str, partition: int | None = None) -> str
         )
     if partition is not None:
         owners = [worker for worker in there if str(partition) in _owned(worker).split(",")]
-        if owners:  # of two that claim it the worker heard last: the other has not learnt yet that it lost it
+        if owners:  # if two workers claim the partition, the older report is outdated
             there = [min(owners, key=lambda worker: snapshot.silent.get(worker.worker, 0.0))]
         elif any(_owned(worker) for worker in there):
             return f"no {role} worker owns the partition yet; " + "; ".join(_state(snapshot, worker) for worker in there)
@@ -140,7 +138,7 @@ def _role(snapshot: RunSnapshot, role: str, partition: int | None = None) -> str
 
 
 def _owned(worker: WorkerView) -> str:
-    """The partitions that a worker says it owns: of prompts, or of calls."""
+    """Return the partitions of prompts or calls that a worker reports as its own."""
     return worker.labels.get("partitions") or worker.labels.get("calls", "")
 
 
@@ -149,24 +147,23 @@ def _state(snapshot: RunSnapshot, worker: WorkerView) -> str:
     if worker.worker in snapshot.notes:
         return f"{worker.worker} {snapshot.notes[worker.worker]}"
     if silent_s > SILENT_S:
-        return f"{worker.worker} has been silent for {silent_s:.0f} s (then: {doing})"
+        return f"{worker.worker} has not reported for {silent_s:.0f} s (last activity: {doing})"
     return f"{worker.worker}: {doing}"
 
 
 def _of(view: RunView, role: str) -> list[WorkerView]:
-    """The workers of a role that have not ended."""
     return [worker for worker in view.workers.values() if worker.role == role and not worker.ended]
 
 
 def _needed(view: RunView, rules: Schedule) -> int:
-    """Groups that the next step waits for: its own, or under `starts_on = "round"` those of the round that it begins."""
+    """Return the number of groups that the next step waits for: its own, or with `starts_on = "round"` those of its full round."""
     left = max(0, (steps_planned(view) or 0) - view.steps_done) * rules.prompts_per_step
     begins = rules.starts_on == "round" and view.steps_done % rules.steps_per_version == 0
     return min(rules.round_groups if begins else rules.prompts_per_step, left)
 
 
 def _missing_version(view: RunView, rules: Schedule) -> int | None:
-    """The version that should have been published by now and is not."""
+    """Return the version that should be published already and is not; None if there is none."""
     steps, every = view.steps_done, rules.steps_per_version
     due = versions_of(steps, steps_per_version=every) if steps == steps_planned(view) else version_after(steps, steps_per_version=every)
     newest = view.version

@@ -1,4 +1,4 @@
-"""Progress, speed, silent workers and bottleneck of a run, as plain data, from a run view and the time."""
+"""Progress, speed, silent workers and bottleneck of a run, computed from its view and the time."""
 
 import itertools
 import math
@@ -25,24 +25,24 @@ from penstock.pipeline.scheduling.rules import MODES
 from penstock.topics.metrics import Activity, activity_of
 
 WATCHED = ("ledger", "metrics", "groups", "prompts", "dead-letters")
-"""Topics read by `status` and the live view; not the rollouts, which are most of a run's records."""
+"""Topics that `status` and the live view read. Most of a run's records are in `rollouts`, which they do not read."""
 SPEED_STEPS = 20
 RECENT_STEPS, RECENT_S = 10, 30.0
-"""The bottleneck is that of the last `RECENT_STEPS` steps, or of `RECENT_S` if those are more."""
+"""The bottleneck is computed over the last `RECENT_STEPS` steps or the last `RECENT_S` seconds, whichever has more steps."""
 LEAST_STEPS = 3
-"""Steps before which no bottleneck is named: the pipeline is filling."""
+"""No bottleneck is named before this many steps, because the pipeline is filling."""
 HELD_S = 10.0
-"""Time for which another cause holds before a view shows it."""
+"""A changed bottleneck is shown when it has lasted this long."""
 SELDOM, MOSTLY = 0.2, 0.6
-"""Share of time below which a role counts as seldom waiting, and share above which it counts as busy."""
+"""A role that waits for less than the first share of time seldom waits; one that works for more than the second is busy."""
 
 
 SLOW_REWARD_S = 0.3
-"""Least seconds per group for which the reward functions can be the bottleneck."""
+"""Reward functions that take fewer seconds per group are never reported as the bottleneck."""
 
 
 class Bottleneck(NamedTuple):
-    """A role, or "turns" when rollout and training wait for each other; why, and what to change."""
+    """Bottleneck of a run: a role, or "turns" if rollout and training wait for each other; the reason; and what to change."""
 
     who: str
     why: str
@@ -56,13 +56,13 @@ ADVICE = {
     "feeder": "see the feeder's activity in `penstock status`",
     "turns": "overlap them: schedule.mode = pipelined with steps_per_version > 1, or a mode with max_lag > 0",
 }
-"""What to change for each bottleneck; `penstock plan --from-run` says how much another split would give."""
+"""Bottleneck -> what to change; `penstock plan --from-run` estimates the effect of another split."""
 OVERLAPPING = "raise rollout.slots, schedule.prompts_per_step or schedule.max_lag"
-"""Advice if rollout and training overlap already and neither is busy."""
+"""What to change if rollout and training already overlap and neither is busy."""
 
 
 def trainer_waiting_ratio(view: RunView, *, whole: bool = False) -> float | None:
-    """Share of time for which the trainer waited, in the last steps or over the `whole` run; None if unknown."""
+    """Return the share of time (0 to 1) that the trainer waited, in the last steps or in the `whole` run; None if unknown."""
     if whole:
         lasted_s, waited_s = trainer_time(view)
         return waited_s / lasted_s if lasted_s else None
@@ -77,7 +77,10 @@ def trainer_waiting_ratio(view: RunView, *, whole: bool = False) -> float | None
 
 
 def busy(view: RunView, role: str, name: str, *, whole: bool = False) -> float | None:
-    """Mean share of the last seconds, or of all since they were ready, that the workers of a role spent in what `name` counts."""
+    """Return the mean share of time that a role's workers spent on what the metric `name` counts; None if unknown.
+
+    The share is over the last seconds or, if `whole`, since the workers were ready.
+    """
     workers = [worker for worker in view.workers.values() if worker.role == role]
     if whole:
         at_work = sum(worker.total("uptime_s") - sum(worker.total(f"time_{use}_s") for use in OUTSIDE) for worker in workers)
@@ -88,11 +91,11 @@ def busy(view: RunView, role: str, name: str, *, whole: bool = False) -> float |
 
 
 def bottleneck(view: RunView, *, whole: bool = False) -> Bottleneck | None:
-    """The role to give more to, at this moment or over the `whole` run; None while there is nothing to tell it from.
+    """Return the bottleneck now, or of the `whole` run; None if there are too few figures.
 
-    A trainer that seldom waits is the bottleneck itself. Otherwise the busier of the roles before it is, if it is busy at all:
-    scorers by their reward functions, rollout workers by generation. If neither is, rollout and training wait for each other, unless
-    rollout workers wait for prompts that the window would allow.
+    A trainer that seldom waits is the bottleneck. Otherwise it is the busier of scorers (by their reward functions) and rollout workers (by
+    generation), if one of them is busy. If neither is, rollout and training wait for each other, unless rollout workers wait for prompts
+    that the feeder could admit.
     """
     waiting = trainer_waiting_ratio(view, whole=whole)
     if waiting is None or (not whole and (has_ended(view) or view.steps_done < LEAST_STEPS)):
@@ -114,14 +117,14 @@ def bottleneck(view: RunView, *, whole: bool = False) -> Bottleneck | None:
 
 @dataclass(slots=True)
 class SteadyBottleneck:
-    """The bottleneck that a live view shows: it changes once another cause has held for `HELD_S`."""
+    """The bottleneck as a live view shows it: a change is shown when it has lasted for `HELD_S`."""
 
     shown: Bottleneck | None = None
     _other: str | None = None
     _since_s: float = 0.0
 
     def update(self, current: Bottleneck | None, *, now_s: float) -> Bottleneck | None:
-        """Take the bottleneck of this moment; returns the one to show."""
+        """Return the bottleneck to show after `current` was computed."""
         if current is None or self.shown is None or current.who == self.shown.who:
             self.shown, self._other = current, None
         elif current.who != self._other:
@@ -132,21 +135,20 @@ class SteadyBottleneck:
 
 
 def _overlap(view: RunView) -> bool:
-    """True if the schedule lets rollout and training overlap."""
     schedule = config_of(view).get("schedule", {})
     allowed = schedule.get("max_lag")
     return bool(MODES[schedule["mode"]].max_lag if allowed is None else allowed) if schedule.get("mode") in MODES else False
 
 
 def _slow_rewards(view: RunView) -> bool:
-    """True if reward functions are slow; for fast ones most of the measured time is communication with a child process."""
+    """True if reward functions are slow. For fast ones, most of the measured time is communication with a child process."""
     scorers = [worker for worker in view.workers.values() if worker.role == "scorer"]
     groups = sum(worker.total("groups") for worker in scorers)
     return not groups or sum(worker.total("reward_s") for worker in scorers) / groups >= SLOW_REWARD_S
 
 
 def _lacks_prompts(view: RunView) -> bool:
-    """True if rollout workers wait for prompts that the feeder could send."""
+    """True if rollout workers wait for prompts that the feeder could admit."""
     activities = {(worker.role, activity_of(worker.labels)) for worker in view.workers.values() if not worker.ended}
     feeder_works = all(role != "feeder" or activity.kind != "wait" for role, activity in activities)
     return feeder_works and any((role, Activity.NO_PROMPTS) in activities for role in generating_roles())
@@ -157,16 +159,16 @@ def _named(who: str, why: str) -> Bottleneck:
 
 
 def elapsed_s(view: RunView, *, now_s: float) -> float | None:
-    """Seconds of work since the creation of the run, up to its end; pauses between a stop and its resumption excluded."""
+    """Return the active seconds from the creation of the run to its end or now; pauses between a stop and a resumption are excluded."""
     if view.record is None:
         return None
-    if view.closed is not None:  # the tracker writes on
+    if view.closed is not None:  # the tracker still reports after the run is closed
         return view.worked.between(view.record.created_ns / 1e9, view.closed.time_ns / 1e9)
     return view.worked.until(0.0 if has_ended(view) else now_s)
 
 
 def to_go_s(view: RunView) -> float | None:
-    """Seconds to go at the speed of the last steps, without the longest of three or more, which may hold a pause; None without a speed."""
+    """Estimate the remaining seconds from the last steps, without the longest of three or more, a possible pause; None if unknown."""
     recent = [view.steps[number] for number in sorted(view.steps)[-SPEED_STEPS - 1 :]]
     planned = steps_planned(view)
     if planned is None or len(recent) < 2 or has_ended(view):
@@ -177,19 +179,18 @@ def to_go_s(view: RunView) -> float | None:
 
 
 def silences(view: RunView, *, now_s: float) -> dict[str, float]:
-    """Seconds since each worker's last report, for those that have not ended."""
     return {worker.worker: max(0.0, now_s - worker.time_ns / 1e9) for worker in view.workers.values() if not worker.ended}
 
 
 def standstill_s(view: RunView, *, now_s: float) -> float | None:
-    """Seconds for which nothing has moved, None for a run that is over or has moved within its `run.stall_s`."""
+    """Return the seconds since the last progress; None if the run has ended or has progressed within `run.stall_s`."""
     limit_s = float(config_of(view).get("run", {}).get("stall_s", math.inf))
     still_s = max(0.0, now_s - view.moved_ms / 1000)
     return still_s if still_s >= limit_s and not has_ended(view) and status_of(view) != "created" else None
 
 
 def standing(view: RunView, *, now_s: float) -> dict[str, Any]:
-    """The run's state and each worker's, ready for JSON."""
+    """Return the state of the run and of each worker as plain data for JSON."""
     counted = status_counts(view)
     slowest = bottleneck(view)
     silent = silences(view, now_s=now_s)

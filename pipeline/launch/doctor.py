@@ -131,7 +131,6 @@ def _installed(package: str) -> bool:
 
 
 def as_line(finding: Finding) -> str:
-    """A finding as one line."""
     return f"{finding.level:<5} {finding.name:<15}  {finding.found}{f' -> {finding.do}' if finding.do else ''}"
 
 

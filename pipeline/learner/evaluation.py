@@ -102,17 +102,17 @@ class Evaluator:
 
     config: Config
     info: Mapping[str, Any]
-    """The info of the run's record."""
+    """`info` of the run's registration."""
     notify: Callable[[str], None]
     stopped: Callable[[], bool]
-    """True once a stop was requested."""
+    """Returns True when a stop was requested."""
     engine: Engine
     pool: RewardPool[int]
     decoder: Decoder
     rows: list[tuple[Any, Any]]
     """(data row, its text and token ids), one per held-out prompt."""
     sources: list[str]
-    """The name of each row's source."""
+    """Name of the data source of each row."""
     renderer: Renderer
     faults: FaultCount
     meanwhile: Callable[[], None]

@@ -35,7 +35,7 @@ class TokenSequence:
     prompt_ids: npt.NDArray[np.int32]
     """[P], at least one token, which predicts the first completion token."""
     completion_ids: npt.NDArray[np.int32]
-    """[T]"""
+    """[T] token ids of the completion."""
     behaviour_logprobs: npt.NDArray[np.float32]
     """[T]; NaN for tokens that the policy did not generate."""
     loss_mask: npt.NDArray[np.bool_]

@@ -247,7 +247,7 @@ class Difference:
     """A number of a repeated step that differs from the ledger."""
 
     name: str
-    found: Any
+    recomputed: Any
     recorded: Any
     text: str
 
@@ -287,15 +287,15 @@ def compare(outcome: StepOutcome, entry: Entry) -> list[Difference]:
     for name, (number, bits) in pairs.items():
         if double_bits(number) != bits:
             text = f"{name} {number!r}, recorded {recorded[name]!r} (bits {double_bits(number)} and {bits})"
-            differences.append(Difference(name=name, found=number, recorded=recorded[name], text=text))
+            differences.append(Difference(name=name, recomputed=number, recorded=recorded[name], text=text))
     if outcome.boundaries != entry.boundaries:
         ends, expected = list(outcome.boundaries), list(entry.boundaries)
         text = f"micro-batch boundaries {ends} instead of the recorded {expected}"
-        differences.append(Difference(name="boundaries", found=ends, recorded=expected, text=text))
+        differences.append(Difference(name="boundaries", recomputed=ends, recorded=expected, text=text))
     return differences
 
 
 def other_weights(digest: str, recorded: str) -> Difference:
     """The difference between two digests of the weights after a step."""
     text = f"weights {digest[:16]}…, recorded {recorded[:16]}…"
-    return Difference(name="weights digest", found=digest, recorded=recorded, text=text)
+    return Difference(name="weights digest", recomputed=digest, recorded=recorded, text=text)

@@ -54,7 +54,6 @@ class Objective:
     kl_reward: float
     """Coefficient of the KL in the reward."""
     token_budget: int
-    """Tokens of a micro-batch."""
     counts_computed: bool
     """True if the budget counts tokens that are computed, and each round of micro-batches is divided evenly over the processes."""
     processes: int

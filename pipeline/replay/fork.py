@@ -1,6 +1,6 @@
-"""Forks a run: a new run starts with another one's weights, optimizer state and data position after some of its steps.
+"""`penstock fork`: creates a run that starts from the weights, optimizer state and data position of a parent run after one of its steps.
 
-The initial weights are verified against the digests in the parent's ledger; the parent is only read.
+The initial weights are verified against the digests in the parent's ledger. The parent is only read.
 """
 
 import secrets
@@ -30,11 +30,10 @@ from penstock.topics.runs import RunRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forked:
-    """A registered fork that was not started."""
+    """A fork that is registered but not started."""
 
     record: RunRecord
     origin: dict[str, Any]
-    """The parent's run, step, version (if one was published there), digest, MLflow run, and the head of its ledger now."""
     directory: Path
     """Directory of the fork's model and optimizer state."""
 
@@ -42,17 +41,19 @@ class Forked:
 def fork(
     recording: Recording, after: int | None, overrides: Sequence[str], *, run_id: str | None, notify: Notify, without: Collection[int] = ()
 ) -> Forked:
-    """Register a run that continues `recording` after `after` steps, its last if None, with `overrides`, without the rows of some groups.
+    """Register a run that continues the parent `recording` after its first `after` steps; after all committed steps if None.
+
+    `without` names groups of the parent whose data rows the fork skips.
 
     Raises:
-        ConfigError: a step that is not committed, a key that a fork cannot change, an invalid or existing id, no steps left, or a group
-            without a prompt.
-        PenstockError: the parent's state at that step cannot be restored from its log.
+        ConfigError: the step is not committed, a fork cannot change an overridden key, the run id is invalid or exists, the parent has no
+            remaining steps, or a group in `without` has no prompt.
+        PenstockError: the parent's state after that step cannot be restored from its log.
     """
     log, count = recording.log, len(recording.steps)
     step = count if after is None else after
     if step > count:
-        raise ConfigError(f"{recording.run} has {count} committed steps; a fork starts after one of them, or at 0")
+        raise ConfigError(f"--from-step {step}: {recording.run} has only {count} committed steps; choose 0 to {count}")
     config = _config(recording, step, overrides)
     if without:
         config = with_values(config, "data", skip_rows=sorted({*config.data.skip_rows, *_rows_of(recording, without)}))
@@ -89,23 +90,29 @@ def fork(
 
 
 def _config(recording: Recording, step: int, overrides: Sequence[str]) -> Config:
-    """The parent's configuration with overrides; by default with the parent's remaining steps."""
+    """Return the parent's configuration with overrides; `run.steps` defaults to the parent's remaining steps."""
     parent = recording.config
     for text in overrides:
         key = text.partition("=")[0].strip()
         if key in OF_THE_FORK:
-            raise ConfigError(f"--set {text}: a fork sets {key} itself")
+            raise ConfigError(f"--set {text}: {key} of a fork follows from --from-step and cannot be set; remove this option")
         if key in OF_THE_STATE and step:
-            raise ConfigError(f"--set {text}: the optimizer's state of {recording.run} was written under another {key}")
+            raise ConfigError(
+                f"--set {text}: a fork after step 0 loads the optimizer state of {recording.run}, which depends on {key}; "
+                "remove this option, or fork with --from-step 0"
+            )
         if key == "run.epochs":
             raise ConfigError(f"--set {text}: a fork starts within the data; set run.steps=N instead")
     remaining, has_steps = recording.planned_steps - step, any(text.partition("=")[0].strip() == "run.steps" for text in overrides)
     if remaining < 1 and not has_steps:
-        ways = "--from-step S forks it earlier, --set run.steps=N sets the fork's steps"
-        raise ConfigError(f"{recording.run} has no steps left after step {step}; {ways}")
+        ways = "fork earlier with --from-step S, or give the fork steps with --set run.steps=N"
+        raise ConfigError(f"{recording.run} plans no steps after step {step}; {ways}")
     config = override(with_values(parent, "run", steps=max(remaining, 1), epochs=None), overrides)
     if step and (config.trainer.weight_decay > 0) != (parent.trainer.weight_decay > 0):
-        raise ConfigError("--set trainer.weight_decay: the optimizer's state has other parameter groups with it than without it")
+        raise ConfigError(
+            "--set trainer.weight_decay: a fork after step 0 cannot switch weight decay on or off, because the optimizer state it loads "
+            "has other parameter groups; fork with --from-step 0"
+        )
     trained = [planned.group for entry in recording.steps[:step] for planned in entry.plan]
     config = with_values(config, "data", first_group=parent.data.first_group + max(trained, default=-1) + 1)
     if config.algorithm.kl_coef > 0 and config.algorithm.reference is None:  # the KL reference stays the parent's initial model
@@ -114,16 +121,15 @@ def _config(recording: Recording, step: int, overrides: Sequence[str]) -> Config
 
 
 def _rows_of(recording: Recording, groups: Collection[int]) -> set[int]:
-    """The rows of these groups. Raises `ConfigError` for one without a prompt."""
     reads = RunReader(recording.log, recording.run).prompts(only=set(groups))
     rows = {read.payload.group: read.payload.row for read in reads if read.payload is not None}
     if missing := sorted(set(groups) - rows.keys()):
-        raise ConfigError(f"--without {missing[0]}: {recording.run} has no prompt of this group")
+        raise ConfigError(f"--without {missing[0]}: {recording.run} has no group {missing[0]}, or its prompt was deleted")
     return set(rows.values())
 
 
 def origin_of(recording: Recording, policy: PolicyTrainer, step: int) -> dict[str, Any]:
-    """The fork's origin. Raises `Unrecoverable` if the weights differ from those in the ledger."""
+    """Return the parent's run, step, version, digest, MLflow run and ledger head. Raises `Unrecoverable` if the weights differ from it."""
     digest = policy.weights().digest
     published = next((manifest for manifest in recording.ledger_state.manifests.values() if manifest.step == step), None)
     recorded = {published.digest} if published else set()
@@ -131,7 +137,10 @@ def origin_of(recording: Recording, policy: PolicyTrainer, step: int) -> dict[st
         recorded.add(of_step)
     if recorded and recorded != {digest}:
         expected = ", ".join(f"{value[:16]}…" for value in sorted(recorded))
-        raise Unrecoverable(f"weights after step {step} have digest {digest[:16]}…, expected {expected} of the ledger of {recording.run}")
+        raise Unrecoverable(
+            f"the weights restored after step {step} of {recording.run} have digest {digest[:16]}…, its ledger has {expected}; "
+            f"find the first step that differs: penstock replay train {recording.run} --to-step {max(step - 1, 0)}"
+        )
     tracked = load(recording.log, recording.run, topics=("metrics",)).mlflow
     return {
         "run": recording.run, "step": step, "version": published.version if published else None, "digest": digest,
@@ -140,9 +149,9 @@ def origin_of(recording: Recording, policy: PolicyTrainer, step: int) -> dict[st
 
 
 def _write(policy: PolicyTrainer, directory: Path, *, state: bool) -> None:
-    """Write the model as engines open it, and the optimizer's state, and sync them."""
+    """Write a Hugging Face model directory `model` and, if `state`, the optimizer state `backend`; sync both to disk."""
     (directory / "model").mkdir(parents=True)
-    adapted = policy.backend.adapted()  # the state has the adapters; the model is the parent's base model
+    adapted = policy.backend.adapted()  # adapters are saved with the optimizer state: the model is the base model below them
     policy.backend.export(directory / "model", policy.backend.weights() if adapted is None else adapted.below())
     if state:
         policy.backend.save(directory / "backend")

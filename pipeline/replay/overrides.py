@@ -1,4 +1,4 @@
-"""Configuration keys that a what-if, a resampling and a re-scoring may change; other keys are refused with a reason."""
+"""Lists the configuration keys that each kind of replay may change (retraining, resampling, re-scoring), and applies `--set` overrides."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,11 +18,11 @@ ALLOWED = {
 }  # fmt: skip
 """Section -> keys that a what-if may change; None for all."""
 SELECTING = frozenset({"algorithm.filter_zero_variance", "schedule.prompts_per_step", "schedule.order"})
-"""Keys that change the groups of a step."""
+"""Keys that change which groups a step is trained on."""
 RESAMPLED = ("rollout", "sampling", "run.seed", "model.path")
-"""Sections and keys that affect generation."""
+"""Sections and keys that `penstock replay rollout` may change, because they affect generation."""
 RESCORED = ("reward", "algorithm.truncated", "algorithm.truncated_penalty", "algorithm.filter_zero_variance")
-"""Section and keys that affect a group's outcome."""
+"""Section and keys that `penstock replay score` may change, because they affect a group's reward."""
 BY_THE_SCORER = "penstock replay score"
 REASONS = {
     "rollout": "samples are recorded",
@@ -38,16 +38,16 @@ REASONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """A run's training under other settings."""
+    """Settings under which the recorded groups of a run are trained again."""
 
     config: Config
     changed: Mapping[str, tuple[Any, Any]]
-    """Key -> recorded and new value, and `without` -> the groups that are left out; empty for an exact replay."""
+    """Configuration key -> (recorded value, new value); `without` -> ([], excluded groups). Empty for an exact replay."""
     without: frozenset[int] = frozenset()
 
     @property
     def selects(self) -> bool:
-        """True if its steps have other groups than the recorded ones."""
+        """True if steps have to be planned again because a changed key affects which groups a step contains."""
         return bool(SELECTING & self.changed.keys())
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class WhatIf:
 
 
 def differences(config: Config, other: Config) -> dict[str, tuple[Any, Any]]:
-    """Key -> its two values, of the keys with different ones."""
+    """Return `section.key` -> (value in `config`, value in `other`) for every key whose values differ."""
     before, after = json.loads(to_json(config)), json.loads(to_json(other))
     return {
         f"{section}.{key}": (before[section][key], value)
@@ -66,14 +66,16 @@ def differences(config: Config, other: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def replayable(key: str) -> bool:
-    """True if a replay of recorded plans from any step can change this key."""
+    """True if this key can be changed from any step on without changing the recorded groups of a step or their rewards."""
     section, _, name = key.partition(".")
     names = ALLOWED.get(section, set())
     return (names is None or name in names) and key not in SELECTING and not key.startswith("algorithm.truncated")
 
 
 def what_if(config: Config, overrides: Sequence[str], *, without: Collection[int] = ()) -> WhatIf:
-    """The configuration with `a.b=c` overrides, and groups that are left out. Raises `ConfigError` for a key that a replay cannot change.
+    """Apply `section.key=value` overrides for retraining, and exclude the groups in `without`.
+
+    Raises `ConfigError` for a key that retraining cannot change.
 
     Example:
         what_if(config, ["algorithm.loss=gspo"]).changed  # -> {"algorithm.loss": ("grpo", "gspo")}
@@ -85,30 +87,32 @@ def what_if(config: Config, overrides: Sequence[str], *, without: Collection[int
             keys = "algorithm.*, " + ", ".join(
                 f"{name}.{allowed_key}" for name, names in ALLOWED.items() for allowed_key in sorted(names or ())
             )
-            reason = REASONS.get(section, "it has no influence on what a step computes")
+            reason = REASONS.get(section, "it does not affect training")
             raise ConfigError(f"--set {text}: a replay cannot change {section}.{key}: {reason}. Allowed keys: {keys}")
     after = override(config, overrides)
     changed = differences(config, after)
     for key, (before, now) in changed.items():
         if key == "algorithm.truncated_penalty" or (key == "algorithm.truncated" and "penalise" in (before, now)):
-            raise ConfigError(f"--set {key}={now}: the recorded rewards contain the penalty of {before}; see `{BY_THE_SCORER}`")
+            raise ConfigError(
+                f"--set {key}={now}: the recorded rewards were computed with {key}={before}; score the samples again: {BY_THE_SCORER}"
+            )
     left_out: dict[str, tuple[Any, Any]] = {"without": ([], sorted(without))} if without else {}
     return WhatIf(config=after, changed={**changed, **left_out}, without=frozenset(without))
 
 
 def resampled(config: Config, overrides: Sequence[str]) -> Config:
-    """The run's configuration with these overrides. Raises `ConfigError` for a key that does not affect generation."""
+    """Apply overrides for resampling to a run's configuration. Raises `ConfigError` for a key that does not affect generation."""
     for text, key in _others(overrides, than=RESAMPLED):
         raise ConfigError(f"--set {text}: {key} does not affect generation; keys that do: {', '.join(RESAMPLED)}")
     return override(config, overrides) if overrides else config
 
 
 def rescored(config: Config, *, functions: Sequence[str] = (), weights: Sequence[float] = (), overrides: Sequence[str] = ()) -> Config:
-    """The run's configuration with another reward. Raises `ConfigError` for a key that does not affect the reward of a recorded sample."""
+    """Return the configuration with another reward; recorded weights remain if their number fits. Raises `ConfigError`."""
     for text, key in _others(overrides, than=RESCORED):
         raise ConfigError(f"--set {text}: {key} does not affect a reward; keys that do: reward.*, {', '.join(RESCORED[1:])}")
     table = json.loads(to_json(config))
-    if functions:  # keep the weights if their number matches
+    if functions:
         recorded = table["reward"]["weights"]
         table["reward"]["weights"] = list(weights) or (recorded if recorded and len(recorded) == len(functions) else None)
         table["reward"]["functions"] = list(functions)
@@ -118,7 +122,7 @@ def rescored(config: Config, *, functions: Sequence[str] = (), weights: Sequence
 
 
 def _others(overrides: Sequence[str], *, than: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The overrides, and their keys, of other keys and sections."""
+    """Yield (override, key) for every override whose key and section are not listed in `than`."""
     for text in overrides:
         key = text.partition("=")[0].strip()
         if key not in than and key.partition(".")[0] not in than:

@@ -1,6 +1,6 @@
-"""Reads what a replay needs from a run's log: configuration, ledger, versions, and the groups of recorded plans. Read-only.
+"""Reads a recorded run for a replay: configuration, ledger, versions, and the groups of each step's plan. Read-only.
 
-A group is the planned one if its payload has the plan's SHA-256; partition and offset are hints.
+A planned group is identified by the SHA-256 of its payload; the planned partition and offset are only hints where to look.
 """
 
 import itertools
@@ -31,7 +31,7 @@ POLL_S = 0.5
 
 @dataclass(slots=True)
 class Recording:
-    """A run's configuration, ledger and versions read so far."""
+    """Configuration, ledger and published versions of a run, as far as they have been read. A context manager."""
 
     log: Log
     run: str
@@ -47,10 +47,7 @@ class Recording:
 
     @classmethod
     def open(cls, log: Log, run: str, *, model: Path | None = None) -> Self:
-        """Read up to the current end; `model` replaces `model.path`, whose directory need not exist on this machine.
-
-        Raises `PenstockError` if the run is not registered or its first ledger entries were deleted.
-        """
+        """Read ledger and manifests up to the current end; `model` replaces the recorded `model.path`. Raises `PenstockError`."""
         registered = registration(log, run)
         record = registered.record
         if record is None:
@@ -61,7 +58,9 @@ class Recording:
         partitions = [(f"{run}.ledger", 0), (f"{run}.weights", 0)]
         for (topic, partition), start in log.beginning_offsets(partitions).items():
             if start:
-                raise PenstockError(f"{run} cannot be replayed: offsets 0 to {start - 1} of {topic}/{partition} were deleted")
+                raise PenstockError(
+                    f"{run} cannot be replayed: offsets 0 to {start - 1} of {topic}/{partition} were deleted; import an export with them"
+                )
         recording._tail = log.tail(dict.fromkeys(partitions, "earliest"))
         for ledger_record in drain(recording._tail, log.end_offsets(partitions)):
             recording._apply(ledger_record)
@@ -69,7 +68,7 @@ class Recording:
 
     @property
     def past(self) -> LedgerHistory:
-        """The ledger history as a restarted trainer reads it. Raises `Unrecoverable`."""
+        """Ledger history in the form that a restarted trainer uses. Raises `Unrecoverable` if entries contradict each other."""
         return LedgerHistory(entries=self.entries, ledger_state=self.ledger_state)
 
     @property
@@ -79,17 +78,16 @@ class Recording:
 
     @property
     def planned_steps(self) -> int:
-        """Planned optimizer steps of the run."""
+        """Number of optimizer steps that the run plans."""
         return int(self.info.get("steps") or len(self.steps))
 
     def wait(self, timeout_s: float = POLL_S) -> None:
-        """Wait up to `timeout_s` for new records, and apply them."""
+        """Wait up to `timeout_s` for new ledger entries or manifests, and apply them."""
         assert self._tail is not None
         for record in self._tail.poll(timeout_s):
             self._apply(record)
 
     def close(self) -> None:
-        """Stop reading."""
         if self._tail is not None:
             self._tail.close()
 
@@ -103,7 +101,7 @@ class Recording:
         try:
             entry = self.ledger_state.apply(record)
         except Unusable:
-            return  # the run's workers write its dead letter
+            return  # the run's workers report unreadable records as dead letters
         if isinstance(entry, Entry):
             self.entries.append(entry)
             if entry.kind == "step" and entry.step == len(self.steps):
@@ -111,13 +109,12 @@ class Recording:
 
 
 def prepare(config: Config) -> None:
-    """Set a trainer's environment variables. Call it before torch is imported, which reads them."""
+    """Set the environment variables of a trainer process. Call this before torch is imported, because torch reads them then."""
     os.environ["OMP_NUM_THREADS"] = str(config.trainer.threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def with_model(config: Config, directory: str | Path) -> Config:
-    """The configuration with another model directory."""
     return with_values(config, "model", path=str(directory))
 
 
@@ -131,7 +128,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def spans(ordered: list[int]) -> Iterator[tuple[int, int]]:
-    """First and last number of each run of consecutive ones."""
+    """Yield (first, last) of each block of consecutive numbers."""
     for _, pairs in itertools.groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0]):
         members = [number for _, number in pairs]
         yield members[0], members[-1]
@@ -139,26 +136,26 @@ def spans(ordered: list[int]) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanMember:
-    """A planned group as read from the log."""
+    """A planned group and the group that the log has for it."""
 
     planned: Planned
     group: Group | None
-    """None if nothing of it can be decoded."""
+    """None if no record of the group can be decoded."""
     problem: str | None = None
-    """Difference from the planned group; None if it has none."""
+    """How the group in the log differs from the planned one; None if it is the planned one."""
 
 
 @dataclass(slots=True)
 class PlannedGroups:
-    """Reads plans; searches all groups for a record that is not at its planned offset."""
+    """Reads the groups of plans, and searches the full topic for a group whose record is not at its planned offset."""
 
     log: Log
     run: str
     _index: dict[int, list[tuple[int, int]]] | None = field(default=None, repr=False)
-    """Group -> (partition, offset) of first parts; read when a record is not at its planned offset."""
+    """Group -> (partition, offset) of the first part of each of its records; read on the first failed look-up."""
 
     def read(self, plan: Sequence[Planned]) -> list[PlanMember]:
-        """A plan's groups in its order. Raises `LogError` if the log cannot be read."""
+        """Return the groups of a plan, in plan order. Raises `LogError` if the log cannot be read."""
         try:
             strict = read_planned(self.log, self.run, plan)
         except LogUnreachable:
@@ -168,7 +165,7 @@ class PlannedGroups:
         return [PlanMember(planned=planned, group=group) for planned, group in zip(plan, strict, strict=True)]
 
     def _search(self, planned: Planned) -> PlanMember:
-        problem = f"no record at {self.run}.groups/{planned.partition}/{planned.offset} nor elsewhere"
+        problem = f"{self.run}.groups has no record of group {planned.group}, expected at {planned.partition}/{planned.offset}"
         group: Group | None = None
         for partition, offset in [(planned.partition, planned.offset), *self._elsewhere(planned.group)]:
             records = self._parts(partition, offset)
@@ -198,7 +195,7 @@ class PlannedGroups:
         yield from self._index.get(group, [])
 
     def _parts(self, partition: int, offset: int) -> list[Record]:
-        """All parts of the group whose first part is at this offset; empty if there is none."""
+        """Return all parts of the group whose first part is at this offset; empty if the offset cannot be read."""
         topic = f"{self.run}.groups"
         try:
             first = self.log.read(topic, partition, [offset], timeout_s=READ_LIMIT_S)[0]
@@ -212,7 +209,7 @@ class PlannedGroups:
 
 
 class ReadAhead:
-    """Prefetches the groups of the next step while one is trained."""
+    """Reads the groups of the next step in a thread while the current step is trained."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording, self._planned = recording, PlannedGroups(recording.log, recording.run)
@@ -220,7 +217,7 @@ class ReadAhead:
         self._prefetched: dict[int, Future[list[PlanMember]]] = {}
 
     def take(self, entry: Entry, *, last: int | None = None) -> list[PlanMember]:
-        """The groups of a step; starts reading those of the next one, up to step `last`."""
+        """Return the groups of a step, and start reading those of the next step if it is at most `last`."""
         step = entry.step or 0
         future = self._prefetched.pop(step, None) or self._thread.submit(self._planned.read, entry.plan)
         following = step + 1
@@ -229,12 +226,12 @@ class ReadAhead:
         return future.result()
 
     def close(self) -> None:
-        """Wait for the read in flight and stop."""
+        """Stop the thread after the read in progress."""
         self._thread.shutdown(cancel_futures=True)
 
 
 def require_retained(recording: Recording, steps: Sequence[Entry]) -> None:
-    """Raise `PenstockError` with every offset that these steps need and retention has deleted."""
+    """Raise `PenstockError` if retention has deleted groups of these steps; the message lists the offsets."""
     topic = f"{recording.run}.groups"
     starts = recording.log.beginning_offsets([(topic, p) for p in range(recording.log.partitions(topic) or 0)])
     deleted: dict[int, list[int]] = {}
@@ -249,13 +246,13 @@ def require_retained(recording: Recording, steps: Sequence[Entry]) -> None:
             f"{topic}/{p} offsets {ranges(offsets)} (retained from {starts[topic, p]} on)" for p, offsets in sorted(deleted.items())
         )
         raise PenstockError(
-            f"steps {ranges(concerned)} of {recording.run} cannot be replayed, records of their groups are deleted: {ranges_text}. "
-            "Use --from-step with a later checkpoint, or import an export that has them."
+            f"steps {ranges(concerned)} of {recording.run} cannot be replayed: records of their groups were deleted: {ranges_text}. "
+            "Start after them with --from-step, which needs a later checkpoint, or import an export that has these records."
         )
 
 
 def _decoded(records: Sequence[Record]) -> Group | None:
-    """The group in the payloads, without regard to the headers."""
+    """Decode a group from payloads only, ignoring the headers; None if it cannot be decoded."""
     try:
         return groups.decode_parts([record.value for record in records])
     except Unusable:

@@ -1,7 +1,7 @@
-"""`penstock regrade`: scores a run's groups from a step on with another reward, and plans the steps that they make. Read-only.
+"""`penstock regrade`: scores a run's groups from a step on with another reward, and plans the steps that these groups fill. Read-only.
 
-Groups are taken in the order of the run, and are as stale as in the run: numbers of groups, steps and versions stay. A group that was
-dropped before the last group of an earlier step belongs to the earlier steps.
+Groups keep their order, numbers and policy versions, so that they are as stale as in the run. A group that was dropped before the last
+group of an earlier step counts as part of the earlier steps.
 """
 
 import itertools
@@ -33,14 +33,15 @@ from penstock.topics import groups
 from penstock.topics.groups import Group
 
 FLOOR, UNWEIGHTED_FLOOR = 0.5, 0.9
-"""Least effective sample size of a regraded step; of a run whose loss does not weigh off-policy tokens."""
+"""Default smallest effective sample size of a regraded step; the second for a loss without importance weights."""
 POINTS, GROUPS = 8, 2
-"""Recorded steps, and groups of each, whose drift is measured."""
+"""Number of recorded steps, and of groups per step, from which the drift of the policy is measured."""
 Key = tuple[int, int, int]
+"""Position of a group in the order of the schedule; compared as a tuple."""
 
 
 class Spool:
-    """Groups in a temporary file, as there may be more of them than memory."""
+    """Scored groups in a temporary file, because they may not fit in memory."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="penstock-")  # noqa: SIM115
@@ -57,35 +58,33 @@ class Spool:
 
 
 class Candidate(NamedTuple):
-    """A scored or dropped group that no earlier step has trained."""
+    """A group that was not trained on before the first regraded step."""
 
     number: int
     partition: int
     outcome: str
-    """Under the new reward."""
     oldest: int
     """Oldest policy version of its trained tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """The groups of a run at one of its steps."""
+    """Recorded status of a run's groups at the start of step `first`."""
 
     first: int
-    """The step."""
     settled: frozenset[int]
-    """Groups of the steps before it: trained, stale or dropped."""
+    """Groups that were trained, stale or dropped before step `first`."""
     planned: Sequence[int]
-    """Groups trained from it on, in order."""
+    """Groups trained from step `first` on, in order."""
     stale: Mapping[int, int]
-    """Stale group -> step that was being filled."""
+    """Stale group -> step that was being filled when the group was dropped."""
     outcomes: Mapping[int, str]
     keys: Mapping[int, Key]
     """Group -> its position in the order of the schedule."""
 
 
 def read_past(source: RecordedRun, first: int) -> Past:
-    """The groups of a run at step `first`."""
+    """Read the status of a run's groups at the start of step `first`."""
     steps, by_number = source.past.steps, source.config.rules.order == "submission"
     earlier = {planned.group for entry in steps[:first] for planned in entry.plan}
     stale = {group: entry.step or 0 for entry in source.past.entries if entry.kind == "stale" for group in entry.groups}
@@ -108,7 +107,7 @@ def read_past(source: RecordedRun, first: int) -> Past:
 
 
 def in_order(candidates: Sequence[Candidate], past: Past, schedule: Schedule) -> list[Candidate]:
-    """The candidates as a trainer takes them: trained groups as recorded, others where they arrived or became stale."""
+    """Return the candidates as a trainer receives them: trained groups as recorded, the others where they arrived or became stale."""
     if schedule.order == "submission":
         return sorted(candidates)
     newest = list(itertools.accumulate((past.keys[group] for group in past.planned), max))
@@ -127,18 +126,19 @@ def in_order(candidates: Sequence[Candidate], past: Past, schedule: Schedule) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """A step of regraded groups."""
+    """A step that regraded groups fill."""
 
     number: int
     version: int
     members: tuple[Candidate, ...]
     stale: tuple[int, ...]
+    """Groups that were dropped as stale while the step was filled."""
     ended: int
-    """Number of candidates that have ended with it: trained, stale or dropped."""
+    """Number of candidates, in order, that were trained, stale or dropped when the step was full."""
 
 
 def plan_steps(order: Sequence[Candidate], schedule: Schedule, *, first: int, steps: int) -> Iterator[PlannedStep]:
-    """The steps from `first` to before `steps` that the candidates make; an incomplete last one is left to live groups."""
+    """Yield the steps from `first` to before `steps` that the candidates fill. A last step that is not full is not yielded."""
     number, members, stale = first, list[Candidate](), list[int]()
     for index, candidate in enumerate(order):
         if number == steps:
@@ -157,24 +157,25 @@ def plan_steps(order: Sequence[Candidate], schedule: Schedule, *, first: int, st
 
 @dataclass(slots=True, kw_only=True)
 class Regraded:
-    """The groups of a run from a step on under another reward."""
+    """The groups of a run from a step on, scored with another reward, and the steps that they fill."""
 
     source: RecordedRun
     config: Config
-    """The run's, with the new reward."""
+    """The run's configuration with the new reward."""
     past: Past
     floor: float
+    """Smallest effective sample size of a step that is trained."""
     report: dict[str, Any] = field(default_factory=dict)
     spool: Spool = field(default_factory=Spool)
     order: list[Candidate] = field(default_factory=list)
     steps: list[PlannedStep] = field(default_factory=list)
     _products: Any = field(default_factory=lambda: np.zeros(3))
-    """Sums over all samples of recorded x new, recorded x recorded and new x new advantages."""
+    """Dot products over all samples of recorded x new, recorded x recorded and new x new normalised rewards."""
 
     def take(self, result: ScoredGroup | SkippedGroup) -> None:
-        """Add a group."""
+        """Add a scored group; a skipped one that has no recorded outcome is ignored."""
         if (group := result.group) is None:
-            return  # it has no outcome
+            return
         oldest = groups.version_min([sample.rollout for sample in group.samples]) or 0
         self.order.append(Candidate(result.number, result.partition, group.outcome, oldest))
         self.spool.add(group)
@@ -186,7 +187,7 @@ class Regraded:
 
     @property
     def agreement(self) -> float:
-        """Cosine between the recorded and the new advantages; 0 if one of them is 0 everywhere."""
+        """Cosine similarity of the recorded and the new normalised rewards; 0 if either is 0 for all samples."""
         both, before, after = self._products.tolist()
         return min(1.0, both / (before * after) ** 0.5) if before and after else 0.0
 
@@ -197,9 +198,14 @@ def _standard(rewards: Sequence[float]) -> Any:
 
 
 def score_from(recording: Recording, request: RescoreRequest, *, first: int, floor: float | None, notify: Notify) -> Regraded:
-    """Score the groups from step `first` on, and plan their steps. Raises `ConfigError` and what `score_run` raises."""
+    """Score the groups from step `first` on with the requested reward, and plan the steps that they fill.
+
+    `floor` is the smallest effective sample size; None for the configured or default one. Raises `ConfigError` and what `score_run` raises.
+    """
     if first > len(recording.steps):
-        raise ConfigError(f"--from-step {first}: {recording.run} has {len(recording.steps)} committed steps")
+        raise ConfigError(
+            f"--from-step {first}: {recording.run} has {len(recording.steps)} committed steps; choose a step up to this number"
+        )
     require_retained(recording, recording.steps)
     source = read_run(recording.log, recording.run)
     config = rescored(source.config, functions=request.functions, weights=request.weights, overrides=request.overrides)
@@ -223,7 +229,7 @@ def score_from(recording: Recording, request: RescoreRequest, *, first: int, flo
 
 
 def _statuses(regraded: Regraded) -> dict[str, int]:
-    """ "BEFORE -> AFTER" -> number of groups, if every planned step is trained."""
+    """Return "RECORDED STATUS -> NEW STATUS" -> number of groups, assuming that every planned step is trained."""
     past, ended = regraded.past, regraded.source.ended
     trained = {member.number for step in regraded.steps for member in step.members}
     stale = {number for step in regraded.steps for number in step.stale}
@@ -237,10 +243,11 @@ def _statuses(regraded: Regraded) -> dict[str, int]:
 
 
 def _estimate(recording: Recording, regraded: Regraded, *, notify: Notify) -> dict[str, Any]:
-    """Step at which the effective sample size will probably fall below the floor.
+    """Estimate at which step the effective sample size (ESS) falls below the floor.
 
-    The log weights of recorded samples between the weights before the first step and those that generated them have a variance v. A policy
-    that moves as far, at a cosine c of the advantages to the recorded ones, is about 2 (1 - c) v away from the samples, and ESS = exp(-v).
+    Let v be the variance of the log ratios between the policy before the first step and the policies that generated later samples; then
+    ESS is about exp(-v). If the new advantages have cosine similarity c with the recorded ones, the new policy moves in another direction,
+    and the variance is about 2 (1 - c) v.
     """
     points, problem = list[dict[str, float]](), None
     try:
@@ -256,10 +263,10 @@ def _estimate(recording: Recording, regraded: Regraded, *, notify: Notify) -> di
 
 
 def _drift(recording: Recording, first: int, *, notify: Notify) -> dict[int, float]:
-    """Recorded step -> effective sample size of its samples under the weights before step `first`."""
+    """Return recorded step -> effective sample size of its samples under the weights before step `first`, for up to `POINTS` steps."""
     count = len(recording.steps) - first
     chosen = sorted({first + round(index * (count - 1) / (POINTS - 1)) for index in range(POINTS)}) if count else []
-    notify(f"measuring how far the policy moved in {len(chosen)} recorded steps")
+    notify(f"measuring at {len(chosen)} recorded steps how far the policy has moved")
     measured = dict[int, float]()
     with open_policy(recording, recording.config, notify=notify) as policy:
         version = rules.version_after(first, steps_per_version=recording.config.schedule.steps_per_version)
@@ -278,7 +285,7 @@ def _drift(recording: Recording, first: int, *, notify: Notify) -> dict[int, flo
 
 
 def as_text(report: Mapping[str, Any]) -> str:
-    """The report for a terminal."""
+    """Format the report of `penstock regrade` for a terminal."""
     ess, steps, first = report["ess"], report["steps"], report["from_step"]
     changes = ", ".join(f"{count} {change}" for change, count in report["statuses"].items()) or "none"
     curve = ", ".join(f"{point['expected']:.2f} at step {point['step']}" for point in ess["points"])

@@ -1,6 +1,6 @@
-"""Writes the run that `penstock regrade --start` makes: its parent's log up to a step, then the steps of the regraded groups.
+"""Creates the run of `penstock regrade --start`: the parent's log up to a step, then steps trained on the regraded groups.
 
-It is registered last, so that an interruption leaves no run. Its workers resume it like a run that was stopped after its newest step.
+The run is registered last, so that an interruption leaves no run. Its workers resume it like any run that was stopped after a step.
 """
 
 import json
@@ -31,28 +31,28 @@ from penstock.topics.runs import RunRecord
 from penstock.topics.weights import NOWHERE, Manifest
 
 OWN_INFO = ("reward_sources", "code", "git")
-"""Parts of the run's info that are not its parent's."""
+"""Keys of the run's info that are computed for the new run; the others are copied from the parent."""
 
 
 class TooFarOff(Exception):
-    """The samples of a step have too small an effective sample size; nothing was updated."""
+    """The effective sample size of a step is below the floor; the weights were not updated."""
 
 
 def write_regraded(recording: Recording, regraded: Regraded, *, run_id: str | None, notify: Notify) -> RunRecord:
-    """Train the regraded steps in a new run, until their effective sample size is below the floor, and register it.
-
-    Raises `ConfigError` for an existing id, `PenstockError` if no step can be trained or the parent's state cannot be restored.
-    """
+    """Train the regraded steps in a new run, up to the floor of the effective sample size, and register it. Raises `PenstockError`."""
     if not regraded.steps:
         reasons = [row["reason"] for row in regraded.report["broken"]]
-        cause = f"; the last failed reward: {reasons[-1]}" if reasons else ""
-        raise PenstockError(f"the regraded groups of {recording.run} make no step: nothing to train{cause}")
+        cause = f" Last failed reward: {reasons[-1]}." if reasons else ""
+        raise PenstockError(
+            f"the regraded groups of {recording.run} do not fill one step, so there is nothing to train.{cause} "
+            "Choose an earlier --from-step, or check the reward"
+        )
     config, run = regraded.config, run_id or new_id(regraded.config)
     info = {name: value for name, value in check_inputs(config, notify=notify)[0].items() if name in OWN_INFO}
     with NewRun.create(recording.log, regraded.source, run, config, option="--run-id", worker=f"regrade:{recording.run}") as new:
         if run_directory(run).exists():
             raise ConfigError(f"{run_directory(run)} exists already; choose another --run-id, or remove it")
-        notify(f"writing {run}, which is registered once its regraded steps are trained")
+        notify(f"writing {run}; it is registered when its regraded steps are trained")
         try:
             _own_start(new, recording.run)
             with open_policy(recording, recording.config, notify=notify) as policy:
@@ -64,7 +64,7 @@ def write_regraded(recording: Recording, regraded: Regraded, *, run_id: str | No
 
 
 def _own_start(new: NewRun, parent: str) -> None:
-    """Copy the model and the optimizer state that a fork starts from, which have to outlive the fork."""
+    """If the parent is a fork, copy the model and optimizer state that it starts from, so that the parent can be deleted."""
     theirs, ours = run_directory(parent) / "start", run_directory(new.run) / "start"
     if theirs.is_dir():
         shutil.copytree(theirs, ours)
@@ -74,7 +74,7 @@ def _own_start(new: NewRun, parent: str) -> None:
 
 @dataclass(slots=True)
 class _Branch:
-    """The new run's ledger and versions so far."""
+    """Ledger entries and published versions of the new run so far."""
 
     recording: Recording
     regraded: Regraded
@@ -84,10 +84,9 @@ class _Branch:
     entries: list[Entry] = field(default_factory=list)
     manifests: list[Manifest] = field(default_factory=list)
     _ended: int = 0
-    """Number of candidates whose outcome is written."""
+    """Number of candidates whose outcome has been written."""
 
     def write(self, notify: Notify) -> RunRecord:
-        """Write everything, and register the run."""
         past, new = self.regraded.past, self.new
         origin = origin_of(self.recording, self.policy, past.first)
         for outcome in self.regraded.source.reader.groups(only=past.settled, decode=False):
@@ -99,8 +98,8 @@ class _Branch:
         self._train(notify)
         if self.policy.steps_done == past.first:
             raise PenstockError(
-                f"the effective sample size of step {past.first} is below {self.regraded.floor:g}: no regraded step is trained. Allow less "
-                f"with --floor, or go back to its weights: penstock fork {self.recording.run} --from-step {past.first}"
+                f"the effective sample size of step {past.first} is below {self.regraded.floor:g}, so no regraded step is trained. Lower "
+                f"--floor, or generate new samples from there: penstock fork {self.recording.run} --from-step {past.first}"
             )
         below = 1 + max(new.offsets)
         self._abandon_rest(below)
@@ -117,7 +116,7 @@ class _Branch:
         self.entries.append(Entry(seq=len(self.entries), kind=kind, time_ns=time.time_ns(), **fields))
 
     def _copy_ledger(self) -> None:
-        """Take the parent's entries up to the first regraded step; their resume points name offsets of the parent."""
+        """Copy the parent's entries before the first regraded step, without resume points, which name offsets of the parent's topics."""
         first = self.regraded.past.first
         for entry in self.regraded.source.past.entries:
             limits = {"run-opened": 0, "step": first - 1, "stale": first - 1, "version": first, "rebased": first}
@@ -128,11 +127,11 @@ class _Branch:
             self.entries.append(replace(entry, seq=len(self.entries), plan=plan, details=details))
 
     def _copy_versions(self) -> None:
-        """Copy version 0 and the newest one; the others get manifests whose chunks are gone, as after retention."""
+        """Copy version 0 and the newest one; of the other versions only manifests, as if retention had deleted the chunks."""
         first, recorded = self.regraded.past.first, self.regraded.source.past.ledger_state.manifests
         newest = rules.version_after(first, steps_per_version=self.regraded.config.schedule.steps_per_version)
         if newest not in recorded:
-            raise PenstockError(f"version {newest} of {self.recording.run} is not published yet: try again in a moment")
+            raise PenstockError(f"version {newest} of {self.recording.run} is not published yet; repeat this command in a few seconds")
         for version in range(newest + 1):
             manifest = recorded[version]
             if version in (0, newest):
@@ -142,7 +141,6 @@ class _Branch:
                 self.manifests.append(replace(manifest, chunk_offsets=(NOWHERE,) * len(manifest.chunk_offsets)))
 
     def _train(self, notify: Notify) -> None:
-        """Train the planned steps, and stop before the first one whose effective sample size is below the floor."""
         config, policy, shown = self.regraded.config, self.policy, time.monotonic()
         policy.objective = Objective.of(config, total_steps=config.trainer.initial_steps + policy.steps)
         for step in self.regraded.steps:
@@ -153,7 +151,7 @@ class _Branch:
             try:
                 outcome = training.finish(learner_version=step.version)
             except TooFarOff as error:
-                notify(f"step {step.number} {error}: live from here on")
+                notify(f"step {step.number} {error}: from here on the new run generates its own samples")
                 return
             policy.steps_done += 1
             self._commit(step, outcome, started=started)
@@ -164,7 +162,7 @@ class _Branch:
                 )
 
     def _commit(self, step: PlannedStep, outcome: StepOutcome, *, started: float) -> None:
-        """Write the outcomes that have ended with a step, its entry, and the version that it completes."""
+        """Write a trained step: the outcomes of groups up to its last one, its ledger entry, and the policy version if one is due."""
         new, digest, digests = self.new, self.policy.weights().digest, dict[int, str]()
         ended = self.regraded.order[self._ended : step.ended]
         for candidate in ended:
@@ -197,7 +195,7 @@ class _Branch:
             self.new.log.delete_records({(f"{self.new.run}.weights", partition): offset for partition, offset in before.items()})
 
     def _abandon_rest(self, below: int) -> None:
-        """Give every other group below this number an outcome; the feeder admits its prompt again."""
+        """Mark every remaining group below this number as abandoned, so that the feeder admits its prompt again."""
         rest = frozenset(range(below)) - self.new.offsets.keys()
         reason, reward = f"not trained by the regraded steps of {self.recording.run}", self.new.config.reward
         for prompt, partition in read_prompts(self.regraded.source, numbers=rest).values():
@@ -206,7 +204,7 @@ class _Branch:
         self.new.commit()
 
     def _save(self) -> None:
-        """Write a checkpoint, from which the trainer resumes."""
+        """Write the checkpoint from which the new run's trainer resumes."""
         policy, digest = self.policy, self.policy.weights().digest
         state = State(run=self.new.run, steps=policy.steps_done, version=policy.version, digest=digest, seq=len(self.entries) - 1)
 
@@ -218,7 +216,7 @@ class _Branch:
 
 
 def _earlier(origin: dict[str, Any] | None, past: Past) -> dict[str, Any] | None:
-    """The part of a parent's regraded groups that is in the copied steps."""
+    """Return the `regraded_from` info of the parent, restricted to groups of the copied steps; None if the parent was not regraded."""
     if origin is None:
         return None
     numbers = [number for low, high in origin["groups"] for number in range(low, high + 1) if number in past.settled]
@@ -228,4 +226,4 @@ def _earlier(origin: dict[str, Any] | None, past: Past) -> dict[str, Any] | None
 
 def _require_near(training: Step, floor: float) -> None:
     if rules.too_far_off(training.ess, floor=floor):
-        raise TooFarOff(f"would have an effective sample size of {training.ess:.2f}, below {floor:g}")
+        raise TooFarOff(f"has an effective sample size of {training.ess:.2f}, below the floor {floor:g}")

@@ -1,4 +1,4 @@
-"""Regenerates recorded samples with recorded weights and seeds, and compares them token by token. Reads the log only."""
+"""`penstock replay rollout`: regenerates recorded samples with the recorded weights and seeds, and compares them token by token."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,22 +27,22 @@ from penstock.topics.rollouts import Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResampledCompletion:
-    """A sample, recorded and regenerated."""
+    """A recorded sample and its regeneration."""
 
     group: int
     sample: int
     version: int
-    """Policy version of the regenerated sample."""
+    """Policy version under which the sample was regenerated."""
     recorded_versions: tuple[int, ...]
+    """Policy versions that generated the recorded tokens, in order."""
     comparable: int
     """Number of leading recorded tokens that were generated under `version`."""
     recorded: tuple[int, ...]
-    """Token ids."""
     resampled: tuple[int, ...]
     first_difference: int | None
     """Index of the first comparable token that differs; None if all are equal."""
     logprob_difference: float
-    """[nats] largest difference of the behaviour logprobs before the first different token; 0 without a common token."""
+    """[nats] largest absolute difference of the behaviour logprobs before `first_difference`; 0 if there is no common token."""
 
     @property
     def same(self) -> bool:
@@ -51,10 +51,10 @@ class ResampledCompletion:
 
 
 def compare(recorded: Rollout, regenerated: Completion, *, version: int) -> ResampledCompletion:
-    """Compare a recorded with a regenerated sample.
+    """Compare a recorded sample with its regeneration under `version`.
 
-    Recorded tokens are compared up to the first one of another version than `version`; all of them if the first one is of another
-    version, as when the user chose one.
+    Tokens are compared up to the first one that another version generated. If already the first token is from another version, because
+    the user requested `version`, all tokens are compared.
     """
     before, now = recorded.token_ids, regenerated.token_ids
     versions = recorded.token_versions
@@ -64,7 +64,7 @@ def compare(recorded: Rollout, regenerated: Completion, *, version: int) -> Resa
     differing = np.flatnonzero(before[:common] != now[:common])
     first = int(differing[0]) if len(differing) else None
     if first is None and len(now) != comparable and (len(now) < comparable or comparable == len(before)):
-        first = common  # one of the two ended here, the other did not
+        first = common  # only one of the two samples ended here
     alike = common if first is None else first
     gaps = np.abs(recorded.behaviour_logprobs[:alike] - regenerated.logprobs[:alike])
     return ResampledCompletion(
@@ -75,7 +75,7 @@ def compare(recorded: Rollout, regenerated: Completion, *, version: int) -> Resa
 
 
 def summary(samples: Sequence[ResampledCompletion]) -> dict[str, float | int]:
-    """Counts over all samples."""
+    """Return totals over all compared samples, for JSON."""
     tokens = sum(sample.comparable for sample in samples)
     equal = sum(sample.comparable if sample.first_difference is None else sample.first_difference for sample in samples)
     return {
@@ -90,22 +90,22 @@ def summary(samples: Sequence[ResampledCompletion]) -> dict[str, float | int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResampleRequest:
-    """Step or group to generate again, and under which version."""
+    """Step or group whose samples are regenerated, and the policy version to use. Exactly one of `step` and `group` is set."""
 
     step: int | None = None
-    """All groups of the plan of this step; or `group`."""
+    """Regenerate all groups that this step was trained on."""
     group: int | None = None
     version: int | None = None
-    """Generate under this version instead of the one at the start of each sample."""
+    """Policy version to generate under; None for the version that each recorded sample started with."""
     overrides: Sequence[str] = ()
     trust: Trust = NO_TRUST
-    """Permission to load environments and engine options of the run although no key here has signed it."""
+    """Permission to load the run's environments and engine options if no key on this machine has signed the run."""
 
 
 def resample(log: Log, run: str, request: ResampleRequest, *, notify: Callable[[str], None]) -> Iterator[ResampledCompletion]:
-    """Regenerate the requested samples, version by version, and yield each comparison as its sample ends.
+    """Regenerate the requested samples, version by version; yield a comparison as each sample ends.
 
-    Raises `ConfigError` for an invalid request and for a step, group or version that is not recorded, `LogError` for deleted records,
+    Raises `ConfigError` for an invalid request or a step, group or version that is not recorded, `LogError` if records were deleted, and
     `EngineError`.
     """
     recorded = read_run(log, run)
@@ -118,14 +118,15 @@ def resample(log: Log, run: str, request: ResampleRequest, *, notify: Callable[[
     while origin:
         if foreign := [number for number in numbers if any(low <= number <= high for low, high in origin["groups"])]:
             parent = origin["run"]
-            raise ConfigError(f"group {foreign[0]} was generated by {parent}: penstock replay rollout {parent} --group {foreign[0]}")
+            command = f"penstock replay rollout {parent} --group {foreign[0]}"
+            raise ConfigError(f"group {foreign[0]} was generated by the parent run {parent}; regenerate it there: {command}")
         origin = origin.get("before")
     prompts = prompts_of(recorded, numbers)
     samples = samples_of(recorded, prompts.keys())
     if (lost := "; ".join(deleted(log, f"{run}.rollouts"))) and samples:
-        notify(f"deleted samples are not regenerated: {lost}")
+        notify(f"some samples were deleted and are not regenerated: {lost}")
     if lost and not samples:
-        raise LogError(f"all requested samples were deleted: {lost}")
+        raise LogError(f"all requested samples were deleted by retention: {lost}")
     if not samples:
         raise ValueError(
             f"group {min(prompts)} has no sample yet" if len(prompts) == 1 else f"no sample of groups {sorted(prompts)} is recorded"
@@ -134,8 +135,11 @@ def resample(log: Log, run: str, request: ResampleRequest, *, notify: Callable[[
     by_version = by_start_version(samples, version=request.version)
     for version in by_version:
         if version not in past.ledger_state.manifests:
-            raise ConfigError(f"version {version} is not among the run's: 0 to {past.ledger_state.newest_version}")
-    notify(f"{sum(map(len, by_version.values()))} samples of {len(prompts)} groups under {len(by_version)} versions: loading the engine")
+            raise ConfigError(
+                f"--policy-version {version}: {run} has published versions 0 to {past.ledger_state.newest_version}; choose one of these"
+            )
+    total = sum(map(len, by_version.values()))
+    notify(f"regenerating {total} samples of {len(prompts)} groups under {len(by_version)} versions: loading the engine")
     engine = make_engine(config)
     try:
         for version, recorded_samples in sorted(by_version.items()):
@@ -148,19 +152,20 @@ def resample(log: Log, run: str, request: ResampleRequest, *, notify: Callable[[
 
 
 def groups_of(past: LedgerHistory, request: ResampleRequest) -> list[int]:
-    """Numbers of the requested groups. Raises `ConfigError`."""
+    """Return the numbers of the requested groups. Raises `ConfigError`."""
     if (request.step is None) == (request.group is None):
         raise ConfigError("give either --step or --group")
     if request.group is not None:
         return [request.group]
     steps = past.steps
     if request.step is None or request.step not in range(len(steps)):
-        raise ConfigError(f"step {request.step} is not committed; the ledger has " + (f"0 to {len(steps) - 1}" if steps else "none"))
+        committed = f"steps 0 to {len(steps) - 1} are" if steps else "no step is"
+        raise ConfigError(f"--step {request.step}: this step is not committed; {committed}")
     return [planned.group for planned in steps[request.step].plan]
 
 
 def by_start_version(samples: Mapping[tuple[int, int], Rollout], *, version: int | None) -> dict[int, dict[tuple[int, int], Rollout]]:
-    """Version -> the samples to generate under it: the one at their start, or `version` for all."""
+    """Return policy version -> the samples to regenerate under it: `version`, or if None the version that each sample started with."""
     by_version: dict[int, dict[tuple[int, int], Rollout]] = {}
     for key, sample in sorted(samples.items()):
         by_version.setdefault(int(sample.span_versions[0]) if version is None else version, {})[key] = sample
@@ -175,7 +180,7 @@ def generate(
     config: Config,
     stop_ids: Sequence[int],
 ) -> Iterator[Completion]:
-    """Generate these samples, group by group as the engine has room; each group has its recorded rows."""
+    """Generate these samples and yield the completions; groups are submitted in order as the engine has room."""
     waiting = sorted({group for group, _ in recorded_samples})
     while waiting or not engine.idle:
         while waiting and engine.has_room:
@@ -186,7 +191,7 @@ def generate(
 
 
 def prompts_of(recorded: RecordedRun, numbers: Sequence[int]) -> dict[int, Prompt]:
-    """The prompts of these groups. Raises `ConfigError` for one that was never admitted, `LogError` for a deleted one."""
+    """Return group -> its prompt. Raises `ConfigError` for a group that was never admitted, `LogError` if its prompt was deleted."""
     prompts = read_prompts(recorded, numbers=frozenset(numbers))
     if missing := [number for number in numbers if number not in prompts]:
         raise no_prompt(recorded, missing[0])
@@ -194,6 +199,6 @@ def prompts_of(recorded: RecordedRun, numbers: Sequence[int]) -> dict[int, Promp
 
 
 def samples_of(recorded: RecordedRun, numbers: AbstractSet[int]) -> dict[tuple[int, int], Rollout]:
-    """(group, sample) -> its first record, for these groups; aborted samples are skipped, as their end is not reproducible."""
+    """Return (group, sample) -> the recorded sample. Aborted samples are skipped: where they end is not reproducible."""
     samples = (read.payload for read in recorded.reader.samples(only=numbers) if read.payload is not None)
     return {(sample.group, sample.sample): sample for sample in samples if sample.finish != "abort" and len(sample.token_ids)}

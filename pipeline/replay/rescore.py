@@ -1,6 +1,6 @@
-"""Re-scores a run group by group: reads, scores, compares, and writes a new run on request.
+"""`penstock replay score`: scores a run's recorded samples again, reports changed rewards, and writes a new run on request.
 
-A sample without a reward on either side is not compared; a failed reward is listed with its reason and is in no mean.
+Only samples with both a recorded and a new reward are compared. Failed reward functions are listed with the reason and are in no mean.
 """
 
 import time
@@ -25,36 +25,36 @@ from penstock.pipeline.runtime.topic_reader import deleted
 from penstock.topics.groups import Group, ScoredSample
 
 Pairs = list[tuple[float, float]]
-"""Rewards (before, after) of samples that have both."""
+"""(recorded reward, new reward) of samples that have both."""
 
 
 @dataclass(slots=True)
 class Comparison:
-    """The report of a re-scoring so far; a sample flips if its reward crosses `threshold`."""
+    """Collects how a re-scoring changes rewards and outcomes."""
 
     threshold: float
+    """A sample flips if its reward crosses this value."""
     rewards: Pairs = field(default_factory=list)
     components: dict[str, Pairs] = field(default_factory=dict)
-    """Function name -> rewards, for functions on both sides; the file or module does not matter."""
+    """Reward function -> rewards before and after; functions are matched by name, regardless of file or module."""
     prompts: dict[int, tuple[str, list[int], Pairs]] = field(default_factory=dict)
     """Row of the data -> its prompt, groups and rewards."""
     flips: list[dict[str, Any]] = field(default_factory=list)
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(recorded outcome, new outcome) -> number of groups."""
     changed: list[dict[str, Any]] = field(default_factory=list)
-    """Groups with another outcome."""
     broken: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[dict[str, Any]] = field(default_factory=list)
     newly: list[float] = field(default_factory=list)
-    """Rewards of samples that had none."""
+    """New rewards of samples without a recorded reward."""
     unscored: int = 0
-    """Samples to which no function applies, or whose reward function failed."""
+    """Number of samples without a new reward: no function applies to them, or one failed."""
 
     def add(self, result: ScoredGroup | SkippedGroup) -> None:
-        """Add a group."""
         if isinstance(result, SkippedGroup):
             self.skipped.append({"group": result.number, "before": result.before, "why": result.reason})
             return
-        before, after = result.case.before or "unjudged", result.group.outcome
+        before, after = result.case.before or "unscored", result.group.outcome
         number = result.group.group
         self.outcomes[before, after] += 1
         if before != after:
@@ -86,7 +86,7 @@ class Comparison:
             self.flips.append({**sample, "before": rewards[0], "after": rewards[1]})
 
     def table(self) -> dict[str, Any]:
-        """The report as plain data, by group number."""
+        """Return the report as plain data for JSON; lists are sorted by group."""
         rows = [
             {"row": row, "prompt": prompt, "groups": sorted(numbers), **_counts(rewards)}
             for row, (prompt, numbers, rewards) in sorted(self.prompts.items())
@@ -94,9 +94,9 @@ class Comparison:
         return {
             "threshold": self.threshold,
             "groups": sum(self.outcomes.values()) + len(self.skipped),
-            "judged": sum(self.outcomes.values()),
+            "scored": sum(self.outcomes.values()),
             **_counts(self.rewards),
-            "newly_judged": {"samples": len(self.newly), "mean_after": _mean(self.newly)},
+            "newly_scored": {"samples": len(self.newly), "mean_after": _mean(self.newly)},
             "no_reward": self.unscored,
             "components": {name: _counts(pairs) for name, pairs in self.components.items()},
             "flips": _by_group(self.flips),
@@ -105,7 +105,7 @@ class Comparison:
             "outcomes": {f"{before} -> {after}": count for (before, after), count in sorted(self.outcomes.items())},
             "changed_outcomes": _by_group(self.changed),
             "broken": _by_group(self.broken),
-            "left_out": _by_group(self.skipped),
+            "not_scored": _by_group(self.skipped),
             "prompts": [row for row in rows if row["changed"] or row["samples"] == 0],
         }
 
@@ -121,7 +121,7 @@ def _mean(rewards: Sequence[float]) -> float | None:
 
 
 def _names_of(names: Sequence[str]) -> Sequence[str]:
-    """The functions' names without file or module, if these are unique."""
+    """Return the names without file or module if these are unique, else the full names."""
     own = [name.rpartition(":")[2] for name in names]
     return own if len(set(own)) == len(own) else names
 
@@ -135,19 +135,19 @@ PROGRESS_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RescoreRequest:
-    """Reward functions and settings of a re-scoring."""
-
     functions: Sequence[str] = ()
-    """Names or plug-ins instead of the run's; the run's own if empty."""
+    """Names or plug-ins of reward functions; the run's own if empty."""
     weights: Sequence[float] = ()
     overrides: Sequence[str] = ()
     threshold: float = 0.5
+    """A sample flips if its reward crosses this value."""
     write: str | None = None
-    """Id of a new run."""
+    """Id of the new run to write; None to write none."""
     model: str | None = None
+    """Directory of the run's tokenizer; the recorded one if None."""
     processes: int | None = None
     trust: Trust = NO_TRUST
-    """Permission to load functions of the run although no key here has signed it."""
+    """Permission to load the run's functions if no key on this machine has signed the run."""
 
 
 def score_run(
@@ -159,14 +159,16 @@ def score_run(
     only: Callable[[int], bool] = lambda _: True,
     take: Callable[[ScoredGroup | SkippedGroup], None] | None = None,
 ) -> dict[str, Any]:
-    """The report as plain data, ready for JSON; `take` gets each group, of those whose numbers `only` selects.
+    """Score a run's groups again and return the report as plain data for JSON.
 
-    Raises `ConfigError` for an invalid request, `ValueError` for an unknown run, `PluginError` and `ChildError` for a reward that
-    cannot be loaded, `LogError`.
+    `only` selects groups by number. `take` is called with each result, unless the request writes a new run.
+
+    Raises `ConfigError` for an invalid request, `ValueError` for an unknown run, `PluginError` or `ChildError` for a reward function that
+    cannot be loaded, and `LogError`.
     """
     source = read_run(log, run)
     config = rescored(source.config, functions=request.functions, weights=request.weights, overrides=request.overrides)
-    # A new run has the full configuration, which is signed on this machine: all of it has to be trusted.
+    # A new run is signed on this machine with its full configuration, so every part of the configuration has to be trusted.
     keys = [*keys_of(request.overrides), *(["reward.functions"] if request.functions else [])]
     code = user_code(config, sections=() if request.write or take else ("reward",), overridden=keys)
     require_trusted(registration(log, run), trust=request.trust, notify=notify, code=code)
@@ -193,7 +195,7 @@ def score_run(
 
 
 def check(config: Config) -> None:
-    """Raise `ConfigError` for a missing reward function; user code is located here and only run in child processes."""
+    """Raise `ConfigError` if a reward function is missing. User code is located here, and executed only in child processes."""
     names = config.reward.functions
     try:
         if builtin := [name for name in names if ":" not in split_options(name)[0]]:
@@ -204,9 +206,9 @@ def check(config: Config) -> None:
 
 
 def describe(config: Config, *, sources: dict[str, str] | None = None) -> dict[str, Any]:
-    """The reward functions with weights and SHA-256 of their sources: the recorded ones, or those on this machine."""
+    """Return the reward functions with weights and SHA-256 of their sources; `sources` are recorded digests, computed here if None."""
     reward = config.reward
-    with suppress(PluginError):  # functions of another machine may be missing here
+    with suppress(PluginError):  # a run of another machine may have functions that this machine lacks
         sources = sources or rewards.digests(reward.functions)
     return {"functions": reward.functions, "weights": reward.weights or [1.0] * len(reward.functions), "sources": sources}
 
@@ -218,7 +220,7 @@ Plain = Mapping[str, Any]
 
 
 def as_page(report: Plain) -> str:
-    """The report: the changes in detail, then the summary."""
+    """Format the report for a terminal: the changes in detail, then the summary."""
     return "\n".join([*_details(report), *_summary(report)])
 
 
@@ -232,7 +234,7 @@ def _details(report: Plain) -> list[str]:
         "samples that flip": [_flip(row, prompts) for row in report["flips"]],
         "prompts whose rewards changed most": [_prompt(row, prompts) for row in _by_change(report["prompts"])],
         "failed rewards": [f"group {row['group']} ({row['before']}): {row['reason']}" for row in report["broken"]],
-        "not scored": [f"group {row['group']} ({row['before'] or 'no outcome'}): {row['why']}" for row in report["left_out"]],
+        "not scored": [f"group {row['group']} ({row['before'] or 'no outcome'}): {row['why']}" for row in report["not_scored"]],
         "deleted": report["gone"],
     }
     return [line for name, rows in lists.items() if rows for line in (name, *_cut(rows), "")]
@@ -242,20 +244,20 @@ def _summary(report: Plain) -> list[str]:
     reward = report["reward"]
     edited = _edited(reward)
     before, after = (_functions(reward[when], edited) for when in ("before", "after"))
-    since = "; edited since the run was created" if edited else ""
+    since = "; the source was edited after the run was created" if edited else ""
     lines = [
-        f"run {report['run']}: {report['judged']} of {report['groups']} groups scored again",
+        f"run {report['run']}: {report['scored']} of {report['groups']} groups scored again",
         f"  before  {before}",
         f"  after   {after}{since}",
         "",
         f"rewards   {_change(report)}",
     ]
     lines += [f"          {name}: {_change(row)}" for name, row in report["components"].items()]
-    new = report["newly_judged"]
+    new = report["newly_scored"]
     if new["samples"]:
-        lines.append(f"          {new['samples']} samples that had no reward: mean {_number(new['mean_after'])}")
+        lines.append(f"          {new['samples']} samples had no reward before: mean {_number(new['mean_after'])}")
     if report.get("no_reward"):
-        lines.append(f"          {report['no_reward']} samples have no reward: every function returned None, or one failed")
+        lines.append(f"          {report['no_reward']} samples have no new reward: every function returned None, or one failed")
     lines.append("groups    " + (", ".join(f"{count} {change}" for change, count in report["outcomes"].items()) or "none"))
     flips = len(report["flips"])
     lines.append(f"flips     {flips} samples cross {report['threshold']:g}: {report['flips_up']} up, {report['flips_down']} down")
@@ -265,7 +267,6 @@ def _summary(report: Plain) -> list[str]:
 
 
 def _edited(reward: Plain) -> set[str]:
-    """Functions whose source changed since the run was created."""
     before, after = reward["before"]["sources"] or {}, reward["after"]["sources"] or {}
     return {name for name in before if name in after and before[name] != after[name]}
 
@@ -299,7 +300,7 @@ def _prompt(row: Plain, prompts: list[str]) -> str:
 
 
 def _functions(reward: Plain, edited: Collection[str]) -> str:
-    """The functions with their weights; edited ones with the first digits of their digest."""
+    """Format the functions with their weights, and edited ones with the first digits of their digest."""
     names = [f"{name} ({reward['sources'][name][:8]})" if name in edited else name for name in reward["functions"]]
     return ", ".join(f"{name} x {weight:g}" for name, weight in zip(names, reward["weights"], strict=True))
 

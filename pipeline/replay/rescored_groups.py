@@ -1,7 +1,7 @@
-"""Recorded groups: read as input of reward functions, scored again, and written as a new run.
+"""Reads recorded groups as input of reward functions, scores them again, and writes them as a new run.
 
-Texts are those of the recorded outcome; without one they are decoded from the token ids by the run's tokenizer. Groups are scored as by a
-live scorer, in child processes with time limits: a reward function that fails gives a failed group with a reason, never a reward of zero.
+Completion texts are read from the recorded outcome or, without one, decoded from token ids with the run's tokenizer. As in a live scorer,
+reward functions run in child processes with time limits: one that fails yields a failed group with a reason, not a reward of zero.
 A new run is registered last, so that an interruption leaves no run.
 """
 
@@ -44,17 +44,18 @@ from penstock.topics.wire.record import Outgoing, Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A group that can be scored."""
+    """A recorded group that can be scored again."""
 
     group: Group
     """The recorded group; without rewards if it has no outcome."""
     partition: int
     before: str | None
-    """scored, filtered or failed; None if it was never scored."""
+    """Recorded outcome: scored, filtered or failed; None if the group was never scored."""
     messages: str | None
+    """The prompt as chat messages in JSON; None for a plain prompt."""
     completions: tuple[str, ...]
     samples: tuple[Rollout, ...]
-    """By number, as the completions."""
+    """Samples by number, in the order of `completions`."""
 
     @property
     def number(self) -> int:
@@ -63,20 +64,20 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedGroup:
-    """A group that cannot be scored, and why."""
+    """A group that could not be scored again, and the reason."""
 
     number: int
     partition: int
     before: str | None
     reason: str
     group: Group | None
-    """Its recorded outcome, if there is one."""
+    """The recorded group with its outcome; None if it was never scored."""
 
 
 def cases(recorded: RecordedRun, *, model: str | None = None, only: AbstractSet[int] | None = None) -> Iterator[Case | SkippedGroup]:
-    """Every admitted group, or each in `only`, once: those with an outcome in log order, then those without, by number.
+    """Yield every admitted group, or those in `only`: first the groups with an outcome in log order, then the others by number.
 
-    `model` is the directory of the run's tokenizer, the configured one if None. Raises `LogError`.
+    `model` is the directory of the run's tokenizer; the configured one if None. Raises `LogError`.
     """
     prompts = read_prompts(recorded, numbers=only)
     unscored: dict[int, Group | None] = dict.fromkeys(prompts)
@@ -85,7 +86,7 @@ def cases(recorded: RecordedRun, *, model: str | None = None, only: AbstractSet[
             continue
         number, partition = group.group, outcome.record.partition
         if number not in prompts:
-            yield SkippedGroup(number=number, partition=partition, before=group.outcome, reason="its prompt cannot be read", group=group)
+            yield SkippedGroup(number=number, partition=partition, before=group.outcome, reason="the prompt cannot be read", group=group)
             continue
         if not group.samples:
             unscored[number] = group
@@ -99,7 +100,7 @@ def cases(recorded: RecordedRun, *, model: str | None = None, only: AbstractSet[
 
 
 def read_prompts(recorded: RecordedRun, *, numbers: AbstractSet[int] | None = None) -> dict[int, tuple[Prompt, int]]:
-    """Group -> its prompt and its partition; unreadable prompts are skipped."""
+    """Return group -> (prompt, partition). Prompts that cannot be read are skipped."""
     reads = recorded.reader.prompts(only=numbers)
     return {read.payload.group: (read.payload, read.record.partition) for read in reads if read.payload is not None}
 
@@ -107,7 +108,7 @@ def read_prompts(recorded: RecordedRun, *, numbers: AbstractSet[int] | None = No
 def _from_tokens(
     recorded: RecordedRun, prompts: Mapping[int, tuple[Prompt, int]], unscored: Mapping[int, Group | None], *, model: str | None
 ) -> Iterator[Case | SkippedGroup]:
-    """Groups without rewards, from the token ids of their samples."""
+    """Yield the groups without rewards; their completions are decoded from the token ids of their samples."""
     if not unscored:
         return
     decoder = decoder_of(recorded, model)
@@ -133,27 +134,29 @@ def _from_tokens(
 
 
 def _problem(prompt: Prompt, before: str | None, samples: tuple[Rollout, ...]) -> str | None:
-    """Reason why a group cannot be scored; None if it can."""
+    """Return the reason why a group cannot be scored; None if it can."""
     if len(samples) < prompt.samples_per_prompt:
         return f"{len(samples)} of {prompt.samples_per_prompt} samples are in the log"
     if aborted := sum(sample.finish == "abort" for sample in samples):
         return f"{aborted} of {len(samples)} samples were aborted"
     if before == "abandoned":
-        return "it was abandoned: its last samples arrived after its deadline"
+        return "the group was abandoned: its last samples arrived after the deadline"
     return None
 
 
 def decoder_of(recorded: RecordedRun, model: str | None) -> Decoder | str:
-    """The run's decoder, or the reason why it is not available."""
+    """Return a decoder for the run's tokenizer in `model` (the configured directory if None), or the reason why there is none."""
     path = model or recorded.config.model.path
     info = json.loads(recorded.record.info) if recorded.record else {}
     try:
         here = digests(Path(path), chat_template=recorded.config.data.chat_template)
         if "digests" in info and here["tokenizer"] != info["digests"]["tokenizer"]:
-            return f"its completions are recorded as token ids, and the tokenizer in {path} is not the run's; give --model DIR"
+            return (
+                f"completions are recorded as token ids, and the tokenizer in {path} is not the run's; give its directory with --model DIR"
+            )
         return Decoder(path)
     except (ValueError, OSError) as error:
-        return f"its completions are recorded as token ids, and the run's tokenizer is not here ({error}); give --model DIR"
+        return f"completions are recorded as token ids, and the run's tokenizer cannot be loaded ({error}); give --model DIR"
 
 
 def _blank(prompt: Prompt, recorded: RecordedRun) -> Group:
@@ -161,7 +164,7 @@ def _blank(prompt: Prompt, recorded: RecordedRun) -> Group:
 
 
 WINDOW = 32
-"""Groups in flight for each child process; results are yielded in order, so a slow group delays later ones."""
+"""Groups in flight per child process. Results are yielded in order, so a slow group delays later ones."""
 POLL_S = 0.2
 
 
@@ -171,7 +174,7 @@ class ScoredGroup:
 
     case: Case
     group: Group
-    """With the new outcome; without samples if the reward function failed."""
+    """The group with the new outcome; without samples if the reward function failed."""
 
     @property
     def number(self) -> int:
@@ -185,9 +188,9 @@ class ScoredGroup:
 def score_groups(
     recorded: Iterable[Case | SkippedGroup], config: Config, *, steps: int, processes: int
 ) -> Iterator[ScoredGroup | SkippedGroup]:
-    """Score the groups of a run of `steps` steps under `config.reward`, in their order.
+    """Score groups with `config.reward` in `processes` child processes; yield the results in the order of the groups.
 
-    Raises `ChildError` (one line) if a reward function cannot be loaded.
+    `steps` is the run's number of steps, which reward functions receive. Raises `ChildError` if a reward function cannot be loaded.
     """
     settings = {"max_steps": steps, "max_completion_length": config.max_completion_tokens, "by_source": config.data.rewards}
     with reward_pool(config.reward, size=processes, **settings) as pool:
@@ -224,7 +227,7 @@ def _take(
 
 
 def scored_group(case: Case, result: Done[int] | Failed[int], config: Config) -> Group:
-    """The group with its new outcome; `failed` without samples, with the reason, if the reward function failed."""
+    """Return the group with its new outcome. If the reward function failed, the group is `failed`, with the reason and without samples."""
     names = tuple(config.reward.functions)
     same = replace(case.group, reward_names=names, reward_weights=tuple(config.reward.weights or [1.0] * len(names)))
     if isinstance(result, Failed):
@@ -235,13 +238,13 @@ def scored_group(case: Case, result: Done[int] | Failed[int], config: Config) ->
 
 WORKER = "replay-score"
 BATCH_BYTES = 8 << 20
-"""Size of a transaction."""
+"""Bytes of outcomes after which a transaction is committed."""
 WAIT_S = 60.0
 
 
 @dataclass(slots=True, kw_only=True)
 class NewRun:
-    """A run being written from the records of another; leaving the block before it is registered deletes its topics."""
+    """Writes a new run from the records of another. A context manager that deletes the topics if the run was not registered."""
 
     log: Log
     source: RecordedRun
@@ -250,20 +253,19 @@ class NewRun:
     producer: Producer
     transactions: Transactions
     worker: str = WORKER
-    """Scorer in the headers of its groups."""
+    """Name of the scorer in the headers of written groups."""
     offsets: dict[int, int] = field(default_factory=dict)
-    """Group -> offset of its outcome, once committed."""
+    """Group -> offset of its committed outcome."""
     _waiting: list[Outgoing] = field(default_factory=list)
     _bytes: int = 0
     _head: str | None = None
-    """Digest of the newest ledger entry."""
     _done: bool = False
 
     @classmethod
     def create(cls, log: Log, source: RecordedRun, run: str, config: Config, *, option: str = "--write", worker: str = WORKER) -> Self:
-        """Create the topics of a new run; `option` named its id. Raises `ConfigError` for an invalid or existing id.
+        """Create the topics of a new run, whose id is the value of `option`. Raises `ConfigError` for an invalid or existing id.
 
-        Topics of no run with an empty ledger are what a killed process has left: they are deleted, and the run's folder with them.
+        Topics of an unregistered run with an empty ledger are left over from a killed process: they and the run's directory are deleted.
         """
         try:
             check_run_id(run)
@@ -272,13 +274,13 @@ class NewRun:
         left = log.topics(f"{run}.")
         recorded = f"{run}.ledger" in left and any(log.end_offsets([(f"{run}.ledger", 0)]).values())
         if find(log, run) is not None or recorded:
-            raise ConfigError(f"{option} {run}: the run exists already, or its topics do; choose another id")
+            raise ConfigError(f"{option} {run}: this run or topics of this name exist already; choose another id")
         if left:
             shutil.rmtree(run_directory(run), ignore_errors=True)
             log.delete_topics(left)
         count = log.partitions(f"{source.run}.prompts")
         if not count or 0 not in source.past.ledger_state.manifests:
-            raise LogError(f"{source.run} cannot be copied: it has no topics, or its version 0 was never published")
+            raise LogError(f"{source.run} cannot be copied: its topics do not exist, or version 0 was never published; start the run first")
         specs = topics_of(
             run, partitions=count, weight_partitions=config.weight_partitions, weight_segment_bytes=config.weight_segment_bytes,
             sample_segment_bytes=config.sample_segment_bytes, turns=config.turns_by_log,
@@ -301,23 +303,23 @@ class NewRun:
                 self.log.delete_topics(self.log.topics(f"{self.run}."))
 
     def add(self, result: ScoredGroup | SkippedGroup) -> None:
-        """Write a group's outcome; a skipped group keeps the recorded one, if any."""
+        """Write the new outcome of a group. For a skipped group the recorded outcome, if any, is written."""
         if result.group is not None:
             self.write_group(_stamped(result, result.group), result.partition)
 
     def write_group(self, group: Group, partition: int) -> str:
-        """Write an outcome; returns its SHA-256."""
+        """Write the outcome of a group to `partition` of `groups`; return its SHA-256."""
         parts, key = groups.encode_parts(group, run=self.run, worker=self.worker), str(group.group).encode()
         topic = f"{self.run}.groups"
         self._write(Outgoing(topic=topic, partition=partition, key=key, headers=own.encode(value), value=value) for own, value in parts)
         return parts[0][0].sha256 or ""
 
     def copy_group(self, outcome: Read[Group]) -> None:
-        """Write a recorded outcome unchanged."""
+        """Write a recorded outcome of the source run unchanged."""
         self._write(self._renamed(record, groups.check(record, run=self.source.run)) for record in outcome.records)
 
     def copy(self, *, only: AbstractSet[int] | None = None, notify: Callable[[str], None]) -> None:
-        """Copy prompts and samples, all or those of the groups in `only`."""
+        """Copy the source's prompts and samples: all, or those of the groups in `only`."""
         notify(f"copying prompts and samples to {self.run}")
         reader = self.source.reader
         copied: tuple[tuple[Callable[..., Headers], Iterator[Read[Any]]], ...] = (
@@ -325,7 +327,7 @@ class NewRun:
             (rollouts.check, reader.samples(only=only)),
         )
         for check, reads in copied:
-            # A record may hold several samples; it is copied once.
+            # A record with several samples is read once per sample, and copied once.
             for _, records in groupby((read.record for read in reads if read.payload is not None), key=lambda record: record.id):
                 record = next(records)
                 self.producer.send(self._renamed(record, check(record, run=reader.run)))
@@ -333,7 +335,7 @@ class NewRun:
         self.producer.check()
 
     def finish(self, *, origin: dict[str, Any], notify: Callable[[str], None]) -> RunRecord:
-        """Copy prompts, samples and version 0, close the ledger, and register the run."""
+        """Copy prompts, samples and version 0, write a closed ledger without steps, and register the run."""
         self.commit()
         self.copy(notify=notify)
         info = {**json.loads(self.source.record.info if self.source.record else "{}"), "rescored_from": origin}
@@ -348,18 +350,18 @@ class NewRun:
         return self.register(info, entries, [manifest], status="finished")
 
     def opening(self, info: Mapping[str, Any]) -> str:
-        """Details of the first entry: those of the source with this run's configuration and info."""
+        """Return the details of the `run-opened` entry: the source's, with this run's configuration and info."""
         opened = self.source.past.ledger_state.opened
         return json.dumps({**json.loads((opened and opened.details) or "{}"), "config": json.loads(to_json(self.config)), "info": info})
 
     def copy_version(self, version: int, tensors: Sequence[TensorBytes] | None = None) -> Manifest:
-        """Send a version of the source, read from its chunks without `tensors`. Raises `LogError` if they were deleted."""
+        """Send a policy version of the source run; `tensors` are its weights, read from the log if None. Raises `LogError`."""
         manifests = self.source.past.ledger_state.manifests
         recorded, content = manifests[version], tensors or fetch(self.log, manifests, version, run=self.source.run)
         return replace(self.send(content, version=version, step=recorded.step, digest=recorded.digest), created_ns=recorded.created_ns)
 
     def send(self, tensors: Sequence[TensorBytes], *, version: int, step: int, digest: str) -> Manifest:
-        """Send a version's chunks."""
+        """Send the chunks of a policy version; return its manifest, which `register` writes."""
         return send_version(
             self.producer, tensors, run=self.run, version=version, step=step,
             partitions=chunk_partitions(version, count=self.log.partitions(f"{self.run}.weights") or 0),
@@ -383,7 +385,7 @@ class NewRun:
         return Outgoing(topic=f"{self.run}.ledger", partition=0, key=entry.kind.encode(), headers=headers, value=value)
 
     def _renamed(self, record: Record, headers: Headers) -> Outgoing:
-        """The source's record for this run's topic, in the same partition."""
+        """Return a record of the source as a record of this run, for the same topic and partition."""
         topic = f"{self.run}{record.topic.removeprefix(self.source.run)}"
         named = replace(headers, run=self.run).encode(record.value)
         return Outgoing(topic=topic, partition=record.partition, key=record.key, headers=named, value=record.value)
@@ -396,7 +398,6 @@ class NewRun:
             self.commit()
 
     def commit(self) -> None:
-        """Commit the outcomes written so far."""
         offsets = self.transactions.commit(self._waiting) if self._waiting else []
         for record, offset in zip(self._waiting, offsets, strict=True):
             self.offsets.setdefault(int(record.key or b""), offset)
@@ -404,6 +405,6 @@ class NewRun:
 
 
 def _stamped(result: ScoredGroup | SkippedGroup, group: Group) -> Group:
-    """The group with its time of scoring: now if it was never scored, else the recorded one, which keeps the order of arrival."""
+    """Return the group with its time of scoring: now if it was never scored, else the recorded time, which keeps the order of arrival."""
     first_scored = isinstance(result, ScoredGroup) and result.case.before is None
     return replace(group, scored_ns=time.time_ns()) if first_scored else group

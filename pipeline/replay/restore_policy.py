@@ -1,6 +1,6 @@
-"""Restores a recorded run's policy at the step where a replay starts: version 0, a checkpoint, and recomputed steps.
+"""Restores the policy of a recorded run after any number of steps: from version 0 or a checkpoint, by recomputing the steps after it.
 
-A recomputed step that differs from the ledger ends the replay.
+A recomputed step that differs from the ledger is an error.
 """
 
 import tempfile
@@ -20,25 +20,24 @@ from penstock.pipeline.runtime.factories import open_store
 from penstock.pipeline.runtime.weights.read import fetch
 
 PROGRESS_S = 3.0
-"""Interval of progress lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartPoint:
-    """First step of a replay, and how its state was restored."""
+    """First step of a replay, and how the state before it was restored."""
 
     step: int
     checkpoint: int | None
-    """Steps done at the loaded checkpoint."""
+    """Steps done at the loaded checkpoint; None if version 0 was the start."""
     repeated: int
-    """Steps recomputed after it and compared with the ledger."""
+    """Number of steps recomputed after the checkpoint or version 0."""
 
 
 @contextmanager
 def open_policy(recording: Recording, config: Config, *, notify: Notify, steps: int | None = None) -> Iterator[PolicyTrainer]:
-    """The run's policy at the recorded version 0; the model directory only needs the architecture. Raises `PenstockError`.
+    """Open the run's policy with the weights of version 0 from the log; the model directory provides only the architecture.
 
-    `steps` is the end of the learning-rate schedule; the run's own if absent.
+    `steps` is the length of the learning-rate schedule, the run's planned steps if None. Raises `PenstockError`.
     """
     with ExitStack() as stack:
         policy = _open_policy(recording, config, recording.planned_steps if steps is None else steps, stack, notify)
@@ -49,9 +48,9 @@ def open_policy(recording: Recording, config: Config, *, notify: Notify, steps: 
 
 
 def advance_to(policy: PolicyTrainer, recording: Recording, step: int, *, notify: Notify) -> StartPoint:
-    """Advance to the start of `step`: load the newest usable checkpoint on the way, and recompute the recorded steps after it.
+    """Bring the policy to the state before `step`: load the newest usable checkpoint up to there, then recompute the recorded steps.
 
-    Raises `Unrecoverable` if a recomputed step differs from the ledger, `PenstockError` if its groups are deleted.
+    Raises `Unrecoverable` if a recomputed step differs from the ledger, `PenstockError` if groups of a step were deleted.
     """
     store, loaded = open_store(recording.config, recording.run, to_read=True), None
     if store is not None and any(policy.steps_done < number <= step for number in store.steps()):
@@ -59,21 +58,14 @@ def advance_to(policy: PolicyTrainer, recording: Recording, step: int, *, notify
         loaded = state.steps if state else None
     first = policy.steps_done
     if step:
-        origin = (
-            f"from the checkpoint of step {loaded} on this machine"
-            if loaded
-            else "from version 0: no earlier checkpoint is on this machine"
-        )
-        notify(f"restoring step {step} {origin}" + (f", {step - first} steps are recomputed" if first < step else ""))
+        origin = f"from the checkpoint after {loaded} steps" if loaded else "from version 0, because this machine has no earlier checkpoint"
+        notify(f"restoring the state before step {step} {origin}" + (f"; recomputing {step - first} steps" if first < step else ""))
     recompute(policy, recording, step, notify=notify)
     return StartPoint(step=step, checkpoint=loaded, repeated=step - first)
 
 
 def recompute(policy: PolicyTrainer, recording: Recording, step: int, *, notify: Notify) -> None:
-    """Recompute the recorded steps from those done up to the start of `step`.
-
-    Raises `Unrecoverable` if one differs from the ledger, `PenstockError` if its groups are deleted.
-    """
+    """Recompute the steps from `policy.steps_done` to before `step`. Raises `Unrecoverable` if one differs, `PenstockError`."""
     shown = time.monotonic()
     require_retained(recording, recording.steps[policy.steps_done : step])
     for entry in recording.steps[policy.steps_done : step]:
@@ -82,17 +74,18 @@ def recompute(policy: PolicyTrainer, recording: Recording, step: int, *, notify:
         if repetition.differences:
             numbers = " and ".join(map(str, repetition.differences))
             raise Unrecoverable(
-                f"cannot restore step {step}: recomputed step {entry.step} gave {numbers}; see `penstock replay train {recording.run}`"
+                f"cannot restore the state before step {step}: recomputing step {entry.step} gave {numbers}; "
+                f"details: penstock replay train {recording.run}"
             )
         if time.monotonic() - shown > PROGRESS_S:
             shown = time.monotonic()
-            notify(f"restoring step {step}: {policy.steps_done} done")
+            notify(f"restoring the state before step {step}: {policy.steps_done} steps recomputed")
 
 
 def apply_rebase(policy: PolicyTrainer, recording: Recording, *, notify: Notify) -> None:
-    """If the run was rebased after the steps done so far, load the checkpoint of the rebase, if it is on this machine.
+    """Load the checkpoint of a rebase if the run was rebased after `policy.steps_done` steps and this machine has the checkpoint.
 
-    Its weights and optimizer state are in no topic: without it, later steps give other bits.
+    Weights and optimizer state after a rebase are in no topic: without the checkpoint, later steps cannot be bit-identical.
     """
     done = policy.steps_done
     digests = [entry.digest for entry in recording.entries if entry.kind == "rebased" and entry.step == done]
@@ -101,26 +94,29 @@ def apply_rebase(policy: PolicyTrainer, recording: Recording, *, notify: Notify)
     store = open_store(recording.config, recording.run, to_read=True)
     try:
         if store is None or done not in store.steps():
-            raise CheckpointError("it is not on this machine")
+            raise CheckpointError("this machine does not have it")
         state = store.verify(done, recording.past.recorded())
         if state.digest != digests[-1]:
             raise CheckpointError("it was made before the rebase")
         policy.load(store.path(done) / "backend", state)
     except (CheckpointError, BackendError) as error:
-        notify(f"{recording.run} was rebased after {done} steps and its checkpoint cannot be used ({error}): later steps give other bits")
+        notify(
+            f"{recording.run} was rebased after {done} steps and the checkpoint of the rebase cannot be used ({error}): "
+            "later steps will differ from the ledger"
+        )
     else:
-        notify(f"{recording.run} was rebased after {done} steps: its checkpoint made then is used from here on")
+        notify(f"{recording.run} was rebased after {done} steps: continuing from the checkpoint of the rebase")
 
 
 def arithmetic(recording: Recording, policy: PolicyTrainer) -> list[dict[str, object]]:
-    """Differences from the run in what the last bits depend on: hardware, libraries, threads."""
+    """Return a row (name, recorded, here) for each property that affects floating-point results and differs from the run's."""
     opened = recording.ledger_state.opened
     changed = changed_arithmetic([opened] if opened else [], arithmetic_of(policy.backend, policy.config))
     return [{"name": name, "recorded": then, "here": now} for name, (then, now) in changed.items()]
 
 
 def weights_of(recording: Recording, version: int) -> list[TensorBytes]:
-    """The recorded weights of a version. Raises `LogError`."""
+    """Read the weights of a policy version from the log. Raises `LogError`."""
     return fetch(recording.log, recording.ledger_state.manifests, version, run=recording.run)
 
 
@@ -130,7 +126,9 @@ def _open_policy(recording: Recording, config: Config, steps: int, stack: ExitSt
         raise PenstockError(f"{recording.run} has not published its initial weights; start its trainer first")
     state = config.trainer.initial_state
     if state is not None and not Path(state).is_dir():
-        raise PenstockError(f"the initial optimizer state of {recording.run} is not on this machine: {state} (it is not in the log)")
+        raise PenstockError(
+            f"{recording.run} starts from the optimizer state in {state}, which this machine does not have; it is in no topic: copy it here"
+        )
 
     def open_at(settings: Config) -> PolicyTrainer:
         hash_name = hash_of(manifest.digest)
@@ -143,11 +141,13 @@ def _open_policy(recording: Recording, config: Config, steps: int, stack: ExitSt
             return policy
         policy.backend.close()
         if same_dtype:
-            notify(f"{config.model.path} has other weights than version 0 of {recording.run}: using those of the log")
+            notify(f"{config.model.path} has other weights than version 0 of {recording.run}: using version 0 from the log")
     except BackendError as error:
-        notify(f"{error}: using version 0 of the log")
+        notify(f"{error}: using version 0 from the log")
     except ValueError as error:
-        raise PenstockError(f"{error}; give --model DIR with the model's config.json, the weights are in the log") from error
+        raise PenstockError(
+            f"{error}; give --model DIR, a directory with the model's config.json (weights are read from the log)"
+        ) from error
     from penstock.infra.backends.model import write_model
 
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-model-")))
@@ -155,5 +155,8 @@ def _open_policy(recording: Recording, config: Config, steps: int, stack: ExitSt
     policy = open_at(with_model(config, directory))
     if same_dtype and policy.weights().digest != manifest.digest:
         policy.backend.close()
-        raise Unrecoverable(f"version 0 of {recording.run} cannot be loaded into {config.model.path}: is it the run's architecture?")
+        raise Unrecoverable(
+            f"version 0 of {recording.run} has another digest after loading it into the model of {config.model.path}; "
+            "give --model DIR with the architecture that the run was created with"
+        )
     return policy

@@ -1,6 +1,6 @@
-"""The steps of a replay: recorded plans, or plans selected again under another filter, order or number of prompts.
+"""Yields the steps of a replay: those of recorded plans, or of new plans under another filter, order or number of prompts per step.
 
-Time spent waiting for a followed run is counted apart. No group is stale in a new selection: off-policy training is intended, and labelled.
+New plans never drop a group as stale: training on recorded samples is off-policy by intent, and is labelled as such.
 """
 
 import time
@@ -27,14 +27,13 @@ NO_LIMIT = 1 << 40
 
 @dataclass(slots=True)
 class Selection:
-    """Plans of `prompts_per_step` groups, in the configured order."""
+    """Plans steps again from the scored groups of a run, with `config`'s filter, order and number of prompts per step."""
 
     recording: Recording
     config: Config
     follow: bool = False
-    """True to wait for groups until the run is closed."""
+    """True to wait for more groups until the run is closed."""
     without: frozenset[int] = frozenset()
-    """Groups that are not selected."""
     waited_s: float = 0.0
     _selector: Selector = field(init=False)
     _tail: Tail | None = None
@@ -43,9 +42,9 @@ class Selection:
         self._selector = Selector(replace(self.config.rules, max_lag=NO_LIMIT))
 
     def plans(self) -> Iterator[tuple[Planned, ...]]:
-        """Yield plans; groups at the end that do not fill a step are not trained. Raises `PenstockError` if groups were deleted."""
+        """Yield the plan of each step. The last groups may not fill a step and are left. Raises `PenstockError` if groups were deleted."""
         if lost := deleted(self.recording.log, f"{self.recording.run}.groups"):
-            raise PenstockError(f"groups cannot be selected again, some were deleted: {'; '.join(lost)}")
+            raise PenstockError(f"steps of {self.recording.run} cannot be planned again, because groups were deleted: {'; '.join(lost)}")
         count, plan = self.config.schedule.prompts_per_step, list[Planned]()
         records = self._follow() if self.follow else self._all()
         for planned in self._selected(records):
@@ -56,7 +55,7 @@ class Selection:
                 plan = []
 
     def steps(self) -> int:
-        """Number of plans; not for a selection that follows."""
+        """Return the number of plans; only for a selection that does not follow the run."""
         return sum(1 for _ in Selection(self.recording, self.config, without=self.without).plans())
 
     def _selected(self, batches: Iterator[list[Record]]) -> Iterator[Planned]:
@@ -65,7 +64,7 @@ class Selection:
                 if (candidate := self._candidate(record)) is not None:
                     self._selector.add(candidate)
             yield from self._ready()
-        # No more groups follow: do not wait for groups without an outcome.
+        # No more groups arrive: do not wait for groups that have no outcome.
         seen = self._selector.outcomes
         self._selector.settle([number for number in range(max(seen, default=-1)) if number not in seen])
         yield from self._ready()
@@ -75,7 +74,7 @@ class Selection:
             yield Planned(group=candidate.group, sha256=candidate.sha256, partition=candidate.partition, offset=candidate.offset)
 
     def _all(self) -> Iterator[list[Record]]:
-        """The groups in the log now, in the order of scoring."""
+        """Add all groups in the log to the selector in the order of scoring; yields one empty batch."""
         reads = RunReader(self.recording.log, self.recording.run).records("groups")
         candidates = [((record.timestamp_ms, record.partition, record.offset), self._candidate(record)) for record in reads]
         for _, candidate in sorted(candidates, key=lambda pair: pair[0]):
@@ -116,27 +115,27 @@ class Selection:
         )  # fmt: skip
 
     def _trained(self, planned: Planned) -> bool:
-        """True unless it is left out, or the filter drops a group that was recorded without a filter."""
+        """True unless the group is excluded, or the new filter drops a group with equal rewards that the run had trained on."""
         if planned.group in self.without:
             return False
         if not self.config.algorithm.filter_zero_variance or self.recording.config.algorithm.filter_zero_variance:
             return True
         member = PlannedGroups(self.recording.log, self.recording.run).read([planned])[0]
         if member.group is None:
-            raise PenstockError(f"group {planned.group} cannot be read: {member.problem}")
+            raise PenstockError(f"group {planned.group} of {self.recording.run} cannot be read: {member.problem}")
         return not zero_variance(member.group.rewards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayRequest:
-    """Range of steps, and the reaction to a difference."""
+    """Range of steps to replay, and whether to continue after a difference."""
 
     from_step: int = 0
     to_step: int | None = None
-    """Last step; None for all."""
     follow: bool = False
     """True to wait for more steps until the run is closed."""
     keep_going: bool = False
+    """True to continue after a step that differs from the ledger."""
 
 
 @dataclass(slots=True)
@@ -144,33 +143,32 @@ class Times:
     """Durations of a replay in seconds."""
 
     start_s: float = 0.0
-    """Until the first step: loading the model and restoring its state."""
+    """Time before the first step: loading the model and restoring its state."""
     replay_s: float = 0.0
     waited_s: float = 0.0
     """The part of `replay_s` spent waiting for the followed run to commit a step."""
 
     @property
     def busy_s(self) -> float:
-        """`replay_s` without the waiting."""
         return self.replay_s - self.waited_s
 
 
 @dataclass(slots=True)
 class Result:
-    """What exact replays and what-ifs both report; filled while steps are trained."""
+    """Base of the results of exact replays and what-ifs; filled while steps are trained."""
 
     run: str
     _: KW_ONLY
     fingerprint: list[dict[str, object]] = field(default_factory=list)
-    """Differences from the run in what the last bits depend on."""
+    """Properties of hardware, libraries and threads that differ from the run's, as rows (name, recorded, here)."""
     start: StartPoint | None = None
     digest: str | None = None
+    """Digest of the weights after the last trained step."""
     times: Times = field(default_factory=Times)
     whole: bool = False
     """True if every requested step was trained."""
 
     def as_json(self) -> dict[str, Any]:
-        """The result as plain data."""
         return {
             "run": self.run,
             "whole": self.whole,
@@ -187,9 +185,8 @@ class StepToTrain:
 
     number: int
     recorded: Entry | None
-    """The ledger entry of this step."""
+    """Ledger entry of the step; None if the run has not committed this step."""
     members: list[PlanMember]
-    """The groups of its plan."""
 
 
 def replay_steps(
@@ -201,10 +198,7 @@ def replay_steps(
     notify: Notify,
     selection: Selection | None = None,
 ) -> Generator[StepToTrain, None, None]:
-    """Yield the steps of the recorded plans, or of those of `selection`; calls `progress` every few seconds between steps.
-
-    Close the generator to complete the times if iteration stops early.
-    """
+    """Yield the steps of the recorded plans or of `selection`; call `progress` every few seconds. Closing the generator ends `times`."""
     start = shown = time.monotonic()
     steps = _recorded(recording, request, times, notify) if selection is None else _selected(recording, request, times, selection)
     try:
@@ -218,17 +212,20 @@ def replay_steps(
 
 
 def check_steps(recording: Recording, request: ReplayRequest) -> None:
-    """Refuse steps that are not committed, unless the replay follows the run. Raises `ConfigError`, `PenstockError`."""
+    """Raise `ConfigError` or `PenstockError` if requested steps are not committed and the replay does not wait for them."""
     count, run = len(recording.steps), recording.run
     if request.to_step is not None and request.to_step < request.from_step:
-        raise ConfigError(f"--to-step {request.to_step} is before --from-step {request.from_step}")
+        raise ConfigError(f"--to-step {request.to_step} is before --from-step {request.from_step}; swap them")
     waits = request.follow and not recording.over
     if not waits and not count:
-        more = "a what-if that selects its own groups needs none" if recording.over else "--follow waits for some"
-        raise PenstockError(f"{run} has no committed step; {more}")
+        more = (
+            "change schedule.prompts_per_step or schedule.order to plan steps again" if recording.over else "wait for steps with --follow"
+        )
+        raise PenstockError(f"{run} has no committed step to replay; {more}")
     if request.from_step > count or (not waits and max(request.from_step, request.to_step or 0) >= count):
         raise ConfigError(
-            f"{run} has committed steps 0 to {count - 1}" + (" so far; --follow waits for more" if not recording.over else "")
+            f"{run} has committed steps 0 to {count - 1}; choose --from-step and --to-step among them"
+            + (", or wait for more with --follow" if not recording.over else "")
         )
 
 
@@ -239,7 +236,7 @@ def await_weights(recording: Recording, request: ReplayRequest) -> None:
 
 
 def _recorded(recording: Recording, request: ReplayRequest, times: Times, notify: Notify) -> Iterator[StepToTrain]:
-    """The requested recorded plans; waits for later ones if the replay follows the run."""
+    """Yield the requested recorded steps; wait for later ones if the replay follows the run."""
     ahead, number, waiting = ReadAhead(recording), request.from_step, False
     try:
         while request.to_step is None or number <= request.to_step:
@@ -251,9 +248,7 @@ def _recorded(recording: Recording, request: ReplayRequest, times: Times, notify
                 return
             else:
                 if not waiting:
-                    notify(
-                        f"replayed up to step {number - 1}, the newest; waiting for more until {recording.run} is closed (Ctrl-C to stop)"
-                    )
+                    notify(f"replayed all {number} committed steps; waiting for more until {recording.run} is closed (Ctrl-C to stop)")
                 waiting, start = True, time.monotonic()
                 recording.wait()
                 times.waited_s += time.monotonic() - start
@@ -262,7 +257,7 @@ def _recorded(recording: Recording, request: ReplayRequest, times: Times, notify
 
 
 def _selected(recording: Recording, request: ReplayRequest, times: Times, selection: Selection) -> Iterator[StepToTrain]:
-    """The plans of `selection`."""
+    """Yield the steps that `selection` plans, up to the requested last step."""
     planned = PlannedGroups(recording.log, recording.run)
     for number, plan in enumerate(selection.plans()):
         if request.to_step is not None and number > request.to_step:

@@ -1,6 +1,6 @@
-"""`penstock replay train`: recomputes recorded steps from the log, and compares every bit with the ledger. Read-only.
+"""`penstock replay train`: recomputes recorded steps from the log and compares them bit for bit with the ledger. Read-only.
 
-The first difference is reported by numbers, tensors, groups and samples; records that are missing are never taken for equal.
+The first difference is reported in detail: numbers, tensors, groups and samples. A missing record counts as a difference.
 """
 
 import time
@@ -25,11 +25,11 @@ from penstock.topics.rollouts import Rollout
 
 FLOATS: Mapping[str, np.dtype[Any]] = {"float64": np.dtype("<f8"), "float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
 SHOWN = 8
-"""Largest number of listed differences of a sample."""
+"""Largest number of listed differences per sample, of listed tensors, and of listed distances."""
 
 
 def published_version(recording: Recording, entry: Entry) -> int | None:
-    """The version that was published after a step, if one was."""
+    """Return the policy version that was published directly after a step; None if none was."""
     done = (entry.step or 0) + 1
     per_version, steps = recording.config.schedule.steps_per_version, recording.planned_steps
     count = rules.versions_of if done == steps else rules.version_after
@@ -39,7 +39,7 @@ def published_version(recording: Recording, entry: Entry) -> int | None:
 
 
 def published_as(recording: Recording, repetition: Repetition) -> bool:
-    """True if no version was published after the step, or it has these weights, or it follows a rebase there."""
+    """True if no other weights were published after the step than the recomputed ones, except by a rebase."""
     version = published_version(recording, repetition.entry)
     if version is None:
         return True
@@ -49,7 +49,10 @@ def published_as(recording: Recording, repetition: Repetition) -> bool:
 
 
 def difference(recording: Recording, entry: Entry, altered: list[PlanMember], repetition: Repetition | None) -> dict[str, Any]:
-    """Details of the first step that differs."""
+    """Describe the first step that differs as plain data: numbers, tensors, and the altered groups or else all groups of the step.
+
+    `altered` are groups that are missing or not the planned ones; `repetition` is None if the step could not be trained.
+    """
     version = published_version(recording, entry)
     numbers = [] if repetition is None else list(repetition.differences)
     if repetition is not None and version is not None and not any(number.name == "weights digest" for number in numbers):
@@ -58,7 +61,7 @@ def difference(recording: Recording, entry: Entry, altered: list[PlanMember], re
     tensors, note = [], None
     if repetition is not None and numbers:
         if version is None:
-            note = "no version was published after this step: its tensors cannot be compared"
+            note = "no version was published after this step, so tensors cannot be compared"
         else:
             try:
                 tensors = differing_tensors(repetition.weights.tensors, weights_of(recording, version))
@@ -69,7 +72,7 @@ def difference(recording: Recording, entry: Entry, altered: list[PlanMember], re
         "step": entry.step,
         "version": entry.version,
         "cause": "records" if altered else "arithmetic",
-        "numbers": [{name: getattr(number, name) for name in ("name", "found", "recorded", "text")} for number in numbers],
+        "numbers": [{name: getattr(number, name) for name in ("name", "recomputed", "recorded", "text")} for number in numbers],
         "tensors": tensors,
         "note": note,
         "groups": [
@@ -87,7 +90,7 @@ def difference(recording: Recording, entry: Entry, altered: list[PlanMember], re
 
 
 def differing_tensors(weights: Iterable[TensorBytes], recorded: Iterable[TensorBytes]) -> list[dict[str, Any]]:
-    """The tensors that differ, by descending distance: name, elements, number of different ones, largest difference."""
+    """Return a row per tensor that differs (name, elements, number of differing ones, largest difference), largest difference first."""
     before = {tensor.name: tensor for tensor in recorded}
     rows = []
     for tensor in weights:
@@ -105,7 +108,7 @@ def differing_tensors(weights: Iterable[TensorBytes], recorded: Iterable[TensorB
 
 
 def drift(weights: Iterable[TensorBytes], recorded: Iterable[TensorBytes]) -> dict[str, float]:
-    """Distance of the weights from the recorded ones: the largest difference, and the norm of the difference over the recorded norm."""
+    """Return the distance of weights from the recorded ones: `max_abs`, and `relative` (norm of the difference over recorded norm)."""
     before = {tensor.name: values(tensor) for tensor in recorded}
     largest = squares = norm = 0.0
     for tensor in weights:
@@ -117,7 +120,7 @@ def drift(weights: Iterable[TensorBytes], recorded: Iterable[TensorBytes]) -> di
 
 
 def values(tensor: TensorBytes) -> npt.NDArray[np.float64]:
-    """A tensor's elements as float64, flattened."""
+    """Return the elements of a tensor as a flat float64 array."""
     if tensor.dtype == "bfloat16":
         high = np.frombuffer(tensor.data, np.dtype("<u2")).astype(np.uint32) << 16
         return high.view(np.float32).astype(np.float64)
@@ -125,7 +128,7 @@ def values(tensor: TensorBytes) -> npt.NDArray[np.float64]:
 
 
 def _differing_samples(recording: Recording, member: PlanMember) -> list[dict[str, Any]]:
-    """Fields in which a group's samples differ from their records in `rollouts`; samples missing there are skipped."""
+    """Return, per sample of a group, the fields that differ from its record in `rollouts`. Samples without a record are skipped."""
     if (group := member.group) is None:
         return []
     reads = RunReader(recording.log, recording.run).samples(only={group.group}, partitions=[member.planned.partition])
@@ -142,14 +145,14 @@ def _differing_fields(scored: Rollout, recorded: Rollout) -> Iterator[Mapping[st
     for name in ("token_ids", "behaviour_logprobs", "loss_mask", "span_versions", "span_starts"):
         now, then = np.asarray(getattr(scored, name)), np.asarray(getattr(recorded, name))
         if now.shape != then.shape:
-            yield {"field": name, "found": f"{len(now)} values", "drawn": f"{len(then)} values"}
+            yield {"field": name, "in_groups": f"{len(now)} values", "in_rollouts": f"{len(then)} values"}
             continue
         same = (now == then) | (np.isnan(now) & np.isnan(then)) if now.dtype.kind == "f" else now == then
         for token in np.flatnonzero(~same)[:SHOWN].tolist():
-            yield {"field": name, "token": token, "found": now[token].item(), "drawn": then[token].item()}
+            yield {"field": name, "token": token, "in_groups": now[token].item(), "in_rollouts": then[token].item()}
     for name in ("finish", "temperature"):
         if getattr(scored, name) != getattr(recorded, name):
-            yield {"field": name, "found": getattr(scored, name), "drawn": getattr(recorded, name)}
+            yield {"field": name, "in_groups": getattr(scored, name), "in_rollouts": getattr(recorded, name)}
 
 
 def _bits(tensor: TensorBytes) -> npt.NDArray[Any]:
@@ -158,19 +161,20 @@ def _bits(tensor: TensorBytes) -> npt.NDArray[Any]:
 
 @dataclass(slots=True)
 class ReplayResult(Result):
-    """Result of an exact replay so far."""
+    """Result of an exact replay, filled while steps are recomputed."""
 
     steps: int = 0
     matching: int = 0
     digests: int = 0
-    """Number of compared weights digests."""
     first: dict[str, Any] | None = None
+    """Details of the first step that differs; None if all are equal."""
     drift: list[dict[str, float]] = field(default_factory=list)
+    """Distances of the weights from the published ones after the first difference; see `drift`."""
     compute_s: float = 0.0
     recorded_busy_s: float = 0.0
+    """Time that the recorded trainer was busy with these steps."""
 
     def as_json(self) -> dict[str, Any]:
-        """The result as plain data."""
         common = Result.as_json(self)
         ratio = self.times.busy_s / self.recorded_busy_s if self.recorded_busy_s else None
         return common | {
@@ -185,10 +189,7 @@ class ReplayResult(Result):
 
 
 def replay(recording: Recording, request: ReplayRequest, *, result: ReplayResult, notify: Notify) -> None:
-    """Recompute the recorded steps; `result` is filled even if this is interrupted.
-
-    Raises `ConfigError` for missing steps, `PenstockError` for unreadable ones.
-    """
+    """Recompute the requested steps into `result`, which stays usable after an interruption. Raises `ConfigError`, `PenstockError`."""
     start = time.monotonic()
     check_steps(recording, request)
     await_weights(recording, request)
@@ -205,12 +206,12 @@ def replay(recording: Recording, request: ReplayRequest, *, result: ReplayResult
 
 
 def report_arithmetic(changes: list[dict[str, object]], notify: Notify) -> None:
-    """Report differences in the arithmetic before anything is computed."""
+    """Notify the user if hardware, libraries or threads differ from the run's, so that results may not be bit-identical."""
     if changes:
         text = ", ".join(f"{row['name']} {row['recorded']} -> {row['here']}" for row in changes)
         recorded = {str(row["name"]): row["recorded"] for row in changes}
         hint = "cpu_capability" in recorded and f"; ATEN_CPU_CAPABILITY={str(recorded['cpu_capability']).lower()} may give the same bits"
-        notify(f"the arithmetic differs from the run's, so bits may differ: {text}{hint or ''}")
+        notify(f"hardware or libraries differ from the run's, so results may not be bit-identical: {text}{hint or ''}")
 
 
 def _train(policy: PolicyTrainer, recording: Recording, request: ReplayRequest, result: ReplayResult, notify: Notify) -> None:
@@ -248,7 +249,7 @@ def _count(result: ReplayResult, recording: Recording, entry: Entry, repetition:
 
 
 def busy_s(recording: Recording, steps: list[Entry]) -> float:
-    """Seconds of the recorded trainer for computing these steps, hashing their weights and publishing their versions."""
+    """Return the seconds that the recorded trainer spent computing these steps, hashing their weights and publishing versions."""
     numbers = {entry.step for entry in steps}
     published = (
         entry.metrics.get("publish_s", 0.0) for entry in recording.entries if entry.kind == "version" and (entry.step or 0) - 1 in numbers
@@ -257,44 +258,39 @@ def busy_s(recording: Recording, steps: list[Entry]) -> float:
 
 
 def _progress(result: ReplayResult, recording: Recording) -> str:
-    done = f"{result.steps} of {recording.planned_steps} steps trained: {result.matching} the same"
-    return done + (f", weights {result.drift[-1]['relative']:.2e} away" if result.drift else "")
-
-
-SHOWN = 8
+    done = f"{result.steps} of {recording.planned_steps} steps recomputed, {result.matching} bit-identical"
+    return done + (f", weights differ by {result.drift[-1]['relative']:.2e} of their norm" if result.drift else "")
 
 
 def as_text(result: ReplayResult) -> str:
-    """An exact replay as text."""
+    """Format the result of an exact replay for a terminal."""
     times = result.as_json()["times"]
     timing = f"{times['replay_s']:.1f} s, start-up {times['start_s']:.1f} s"
     if times["ratio"] is not None:
         timing += f"; the recorded trainer was busy for {times['recorded_busy_s']:.1f} s, ratio {times['ratio']:.2f}"
     if result.first is None:
         digest = f"; weights {result.digest[:16]}…" if result.digest else ""
-        return (
-            f"{result.run}: all {result.steps} steps are the same bit for bit, {result.digests} weights digests compared{digest}\n{timing}"
-        )
+        return f"{result.run}: all {result.steps} steps are bit-identical, {result.digests} weight digests compared{digest}\n{timing}"
     return "\n".join(
-        [*_lines_of(result.first, run=result.run), *_drift(result), f"{result.matching} of {result.steps} steps are the same", timing]
+        [*_lines_of(result.first, run=result.run), *_drift(result), f"{result.matching} of {result.steps} steps are bit-identical", timing]
     )
 
 
 def _lines_of(first: Mapping[str, Any], *, run: str) -> Iterator[str]:
-    """The first difference, line by line."""
-    cause = "the log does not hold what it was trained on" if first["cause"] == "records" else "the same groups give other numbers"
+    cause = "groups in the log are not the planned ones" if first["cause"] == "records" else "the same groups give other numbers"
     yield f"{run}: step {first['step']} is the first that differs: {cause}"
     for group in first["groups"] if first["cause"] == "records" else []:
         yield f"  group {group['group']} (partition {group['partition']}, offset {group['offset']}): {group['problem']}"
         for sample in group["samples"]:
             for row in sample["differences"]:
                 where = f"token {row['token']} " if "token" in row else ""
-                yield f"    sample {sample['sample']} {where}{row['field']}: {row['found']}, in `rollouts` {row['drawn']}"
+                values = f"{row['in_groups']} in `groups`, {row['in_rollouts']} in `rollouts`"
+                yield f"    sample {sample['sample']} {where}{row['field']}: {values}"
     if first["cause"] != "records":
-        yield "  its groups: " + ranges(group["group"] for group in first["groups"])
+        yield "  groups of the step: " + ranges(group["group"] for group in first["groups"])
     yield from (f"  {number['text']}" for number in first["numbers"])
     for tensor in first["tensors"][:SHOWN]:
-        text = tensor.get("problem") or f"{tensor['differing']} of {tensor['elements']} elements, by {tensor['max_abs']:.3g} at most"
+        text = tensor.get("problem") or f"{tensor['differing']} of {tensor['elements']} elements, by at most {tensor['max_abs']:.3g}"
         yield f"  tensor {tensor['name']}: {text}"
     if (more := len(first["tensors"]) - SHOWN) > 0:
         yield f"  and {more} more tensors"
@@ -303,7 +299,7 @@ def _lines_of(first: Mapping[str, Any], *, run: str) -> Iterator[str]:
 
 
 def _drift(result: ReplayResult) -> Iterator[str]:
-    """Distance of the weights from the recorded ones, at up to `SHOWN` steps."""
+    """Yield lines with the distance of the weights from the recorded ones, for about `SHOWN` steps."""
     stride = max(1, -(-len(result.drift) // SHOWN))
     for row in result.drift[::stride]:
-        yield f"  after step {row['step']:.0f} the weights are {row['relative']:.3g} of their norm away, {row['max_abs']:.3g} at most"
+        yield f"  after step {row['step']:.0f} the weights differ by {row['relative']:.3g} of their norm, at most {row['max_abs']:.3g} each"

@@ -1,6 +1,6 @@
-"""A what-if: trains a run's recorded groups under other settings, and logs its curves to a child of the run's MLflow run.
+"""`penstock replay train --set …` (a what-if): trains the recorded groups under other settings, and logs the curves to MLflow.
 
-The samples are those of the recorded policies: everything here is off-policy, and labelled so.
+The samples are those that the recorded policies generated, so training is off-policy, and results are labelled as such.
 """
 
 import os
@@ -27,23 +27,23 @@ from penstock.topics.ledger import Entry
 
 OFF_POLICY = "the samples are those of the recorded run's policies: read ess and kl_behaviour_k3 first"
 CURVES = ("loss", "grad_norm", "reward_trained", "ess", "kl", "kl_behaviour_k1", "kl_behaviour_k3", "clip_fraction", "lr")
-"""Curves in the results, next to the recorded ones; MLflow has all."""
+"""Metrics in the result, each next to the recorded one. MLflow receives all metrics."""
 
 
 @dataclass(slots=True)
 class WhatIfResult(Result):
-    """Result of a what-if so far."""
+    """Result of a what-if, filled while steps are trained."""
 
     changed: Mapping[str, tuple[Any, Any]]
     plans: str = "recorded"
     steps: list[dict[str, Any]] = field(default_factory=list)
-    """One row per step: its number, and the curves of the what-if and of the recorded run."""
+    """One row per step: its number, and the metrics of the what-if and of the recorded run."""
     recorded_digest: str | None = None
+    """Digest of the run's final weights; None if the run is not closed."""
     exported: str | None = None
     mlflow_run_id: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The result as plain data."""
         return Result.as_json(self) | {
             "kind": "what-if",
             "off_policy": OFF_POLICY,
@@ -69,15 +69,16 @@ def train(
     export: Path | None,
     notify: Notify,
 ) -> None:
-    """Train the recorded groups under the changed settings; `result` is filled even if this is interrupted.
+    """Train the recorded groups under the changed settings, and fill `result` step by step, so that it is usable after an interruption.
 
-    `curves` is entered when training starts.
+    `curves` yields the MLflow run and is entered when training starts. `export` is the directory for the trained model.
     """
     start = time.monotonic()
     selects = what_if.selects or not (recording.steps or (request.follow and not recording.over))
     if selects and request.from_step:
         raise ConfigError(
-            "--from-step: these changes select groups again, from step 0 on; only changes of loss and optimizer can start later"
+            "--from-step: the changed settings plan all steps again, from step 0 on; remove --from-step, or change only algorithm.* and "
+            "trainer.* settings"
         )
     if not selects:
         check_steps(recording, request)
@@ -88,7 +89,7 @@ def train(
     if export is not None:
         check_export_path(export)
     await_weights(recording, request)
-    result.plans = "selected again from the scored groups" if selects else "recorded"
+    result.plans = "recomputed from the scored groups" if selects else "recorded"
     result.recorded_digest = recording.ledger_state.closed.digest if recording.ledger_state.closed and recording.steps else None
     with ExitStack() as stack:
         policy, result.start = stack.enter_context(_policy_at_start(recording, what_if, request, selects=selects, notify=notify))
@@ -136,20 +137,23 @@ def _train(
 
 
 def _check_without(steps: Sequence[Entry], without: Collection[int]) -> None:
-    """Raise `ConfigError` if these steps were not trained on a group that is left out, or if one of them has no other group."""
+    """Raise `ConfigError` if an excluded group is in none of these steps, or if a step consists only of excluded groups."""
     plans = {entry.step: {planned.group for planned in entry.plan} for entry in steps}
     if unknown := set(without).difference(*plans.values()):
-        raise ConfigError(f"--without {min(unknown)}: none of these steps was trained on it; `penstock explain` shows a group's step")
+        raise ConfigError(
+            f"--without {min(unknown)}: none of the replayed steps was trained on group {min(unknown)}; "
+            "`penstock explain RUN GROUP` shows the step of a group"
+        )
     if empty := [step for step, groups in plans.items() if groups <= set(without)]:
-        raise ConfigError(f"--without: step {empty[0]} was trained on no other group; leave one of them in")
+        raise ConfigError(f"--without: no group of step {empty[0]} would be left; keep at least one of them")
 
 
 def train_step(policy: PolicyTrainer, recording: Recording, step: StepToTrain, *, without: Collection[int] = ()) -> StepOutcome:
-    """Train a step, whose result need not be the recorded one. Raises `PenstockError` for a group that is not the planned one."""
+    """Train a step without the excluded groups; nothing is compared. Raises `PenstockError` if a group is not the planned one."""
     training = policy.step()
     for member in step.members:
         if member.group is None or member.problem is not None:
-            raise PenstockError(f"step {step.number}: {member.problem}; see `penstock replay train {recording.run}`")
+            raise PenstockError(f"step {step.number} cannot be trained: {member.problem}; details: penstock replay train {recording.run}")
         if member.planned.group not in without:
             training.add(member.group)
     version = rules.version_after(step.number, steps_per_version=recording.config.schedule.steps_per_version)
@@ -162,20 +166,24 @@ def train_step(policy: PolicyTrainer, recording: Recording, step: StepToTrain, *
 def _policy_at_start(
     recording: Recording, what_if: WhatIf, request: ReplayRequest, *, selects: bool, notify: Notify
 ) -> Iterator[tuple[PolicyTrainer, StartPoint]]:
-    """The policy under the changed settings, with the recorded state before the first step."""
+    """Open the policy with the changed settings and the recorded state before `request.from_step`; yield it with its start point."""
     steps = None
     if selects and not request.follow:
         steps = Selection(recording, what_if.config, without=what_if.without).steps() if request.to_step is None else request.to_step + 1
         if not steps:
             raise PenstockError(
-                f"{recording.run} has fewer than {what_if.config.schedule.prompts_per_step} scored groups: too few for a step"
+                f"{recording.run} has too few scored groups for one step of {what_if.config.schedule.prompts_per_step}; "
+                "lower schedule.prompts_per_step"
             )
     if not request.from_step:
         with open_policy(recording, what_if.config, notify=notify, steps=steps) as policy:
             yield policy, StartPoint(step=0, checkpoint=None, repeated=0)
         return
     if what_if.config.trainer.dtype != recording.config.trainer.dtype or what_if.config.trainer.backend != recording.config.trainer.backend:
-        raise ConfigError("--from-step: the optimizer's state at that step is of the recorded trainer.backend and trainer.dtype")
+        raise ConfigError(
+            "--from-step: the optimizer state at that step fits only the recorded trainer.backend and trainer.dtype; "
+            "do not change them, or start at step 0"
+        )
     with tempfile.TemporaryDirectory(prefix="penstock-state-") as directory:
         with open_policy(recording, recording.config, notify=notify) as before:
             start = advance_to(before, recording, request.from_step, notify=notify)
@@ -195,7 +203,7 @@ def _row(number: int, outcome: StepOutcome, entry: Entry | None) -> dict[str, An
 
 
 def _points(number: int, outcome: StepOutcome, entry: Entry | None) -> Iterator[Point]:
-    """The what-if's values under the run's metric names, and the recorded ones as `recorded/…`."""
+    """Yield a step's metrics for MLflow: those of the what-if as `train/NAME`, the recorded ones as `recorded/NAME`."""
     now_ms = time.time_ns() // 1_000_000
     for name, value in outcome.metrics.items():
         if not name.endswith("_at"):
@@ -212,16 +220,16 @@ def _progress(row: Mapping[str, Any]) -> str:
 
 
 def check_export_path(directory: Path) -> None:
-    """Raise `ConfigError` if the directory cannot be created, before any training."""
+    """Raise `ConfigError` if the directory exists or cannot be created."""
     if directory.exists():
-        raise ConfigError(f"--export {directory}: the directory exists already")
+        raise ConfigError(f"--export {directory}: the directory exists already; choose another one")
     parent = next(path for path in directory.absolute().parents if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--export {directory}: nothing can be written to {parent}")
+        raise ConfigError(f"--export {directory}: {parent} is not writable; choose another directory")
 
 
 def _export(policy: PolicyTrainer, directory: Path) -> None:
-    """Write the model to a temporary directory, then rename it."""
+    """Write the model to a temporary directory and rename it, so that an interruption leaves no incomplete model."""
     temporary = directory.with_name(f".{directory.name}.new")
     policy.backend.export(temporary, policy.backend.weights())
     temporary.rename(directory)
@@ -234,7 +242,7 @@ OFF_POLICY_TAG = "penstock.off_policy"
 
 @contextmanager
 def child_run(recording: Recording, what_if: WhatIf, result: WhatIfResult, *, enabled: bool, notify: Notify) -> Iterator[ChildRun | None]:
-    """A child run for the time of a what-if; None if not `enabled`. Raises `TrackingError`."""
+    """Open an MLflow run for a what-if, as a child of the recorded run's; yield None if not `enabled`. Raises `TrackingError`."""
     if not enabled:
         yield None
         return
@@ -247,7 +255,7 @@ def child_run(recording: Recording, what_if: WhatIf, result: WhatIfResult, *, en
     target = target_of(recording.record, recording.config, tags=tags, changed=what_if.config)
     child = ChildRun(target, name=f"{recording.run} with {_short(what_if)}")
     result.mlflow_run_id = child.run_id
-    where = f"child of {child.parent_id}" if child.parent_id else f"MLflow has no run of {recording.run}, so it has no parent"
+    where = f"child of {child.parent_id}" if child.parent_id else f"without a parent, because MLflow has no run of {recording.run}"
     notify(f"MLflow: run {child.run_id} in experiment {target.experiment!r} ({where})")
     status = "FAILED"
     try:
@@ -266,9 +274,9 @@ def _short(what_if: WhatIf) -> str:
 
 
 def table(result: WhatIfResult) -> str:
-    """Some rows of a what-if's curves next to the recorded ones."""
+    """Format a what-if for a terminal: about ten steps, each metric next to the recorded one."""
     changed = ", ".join(f"{key} {before} -> {after}" for key, (before, after) in result.changed.items()) or "nothing changed"
-    lines = [f"{result.run} with {changed}: {len(result.steps)} steps, plans {result.plans}", f"off-policy: {OFF_POLICY}"]
+    lines = [f"{result.run} with {changed}: {len(result.steps)} steps, plans: {result.plans}", f"off-policy: {OFF_POLICY}"]
     lines.append(f"{'step':>6}{'loss':>12}{'recorded':>12}{'grad norm':>12}{'recorded':>12}{'ess':>8}{'kl k3':>10}")
     stride = max(1, -(-len(result.steps) // 10))
     rows = result.steps[::stride] + (result.steps[-1:] if result.steps and (len(result.steps) - 1) % stride else [])

@@ -48,7 +48,7 @@ class FaultCount:
     """Counts scored groups, and failures by cause; a partly failed group adds the failed share of its samples."""
 
     on_error: str
-    """`stop` or `drop`."""
+    """What to do if a reward function fails: `stop` the run or `drop` the group."""
     groups: int = 0
     faults: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     _broken: str | None = None
@@ -93,7 +93,7 @@ class _Group:
     reason: str = ""
     """Error of the call for the full group; empty if it has not failed."""
     calls: set[Members] = field(default_factory=set)
-    """Completions of each call in flight."""
+    """Calls in flight, each with the indices of its completions."""
     alone: dict[int, Any] = field(default_factory=dict)
     """Completion -> result of its own call."""
     broken: dict[int, str] = field(default_factory=dict)

@@ -209,44 +209,55 @@ class DeadLetters:
         return refused
 
 
-PERSON = "person"
 SKIPPABLE = {
     "rollouts": "a group whose samples are lost is abandoned after scorer.group_deadline_s and replaced by another prompt",
     "calls": "the turns are requested again",
     "replies": "the turns are requested again",
     "metrics": "some seconds of the workers' measurements are lost",
 }
+"""Topic in which a range may be skipped -> consequence."""
 _WITHOUT = {
     "prompts": "an unreadable prompt leaves a gap in the group numbers",
     "groups": "an unreadable outcome leaves its group open",
     "ledger": "the ledger has no gaps",
     "weights": "the trainer sends a damaged newest version again",
-    "dead-letters": "skips themselves are recorded in it",
+    "dead-letters": "skipped ranges are recorded in this topic",
 }
+"""Topic in which no range may be skipped -> reason."""
 WRITE_LIMIT_S = 30.0
+"""Longest wait for the broker to acknowledge the dead letter."""
 
 
 def skip(log: "KafkaLog", run: str, topic: str, partition: int, offset: int) -> tuple[range, str]:
-    """Write a dead letter that makes readers skip the unreadable range at an offset; return the range and its consequence."""
+    """Write a dead letter that makes all readers skip the unreadable range starting at `offset`; return the range and the consequence.
+
+    Raises `ConfigError` if the topic, partition or offset cannot be skipped.
+    """
     if topic not in SKIPPABLE:
-        reason = _WITHOUT.get(topic, f"topics are {', '.join(SKIPPABLE)}")
-        raise ConfigError(f"{topic} cannot be skipped: {reason}; start a new run from a checkpoint: `penstock fork {run} --from-step N`")
+        if topic not in _WITHOUT:
+            raise ConfigError(f"topic {topic!r}: expected one of {', '.join(SKIPPABLE)}")
+        reason = _WITHOUT[topic]
+        raise ConfigError(f"records of {topic} cannot be skipped: {reason}. Continue in a new run: penstock fork {run} --from-step N")
     tp = (f"{run}.{topic}", partition)
     count = log.partitions(tp[0])
     if count is None or partition >= count:
-        raise ConfigError(f"run {run} has no {topic}/{partition}")
+        raise ConfigError(f"run {run} has no partition {partition} of {topic}; partitions: 0 to {(count or 0) - 1}")
     start, end = log.beginning_offsets([tp])[tp], log.end_offsets([tp], committed=False)[tp]
     if not start <= offset < end:
-        raise ConfigError(f"{topic}/{partition} has offsets {start} to {end - 1}")
+        raise ConfigError(f"offset {offset} is not in {topic}/{partition}, which has offsets {start} to {end - 1}")
     for skipped_tp, offsets in dead_letters.stretches(log.read_dead_letters(f"{run}.dead-letters"), run=run):
         if skipped_tp == tp and offset in offsets:
-            raise ConfigError(f"readers skip {topic}/{partition} {offsets.start} to {offsets.stop - 1} already")
+            raise ConfigError(
+                f"readers already skip offsets {offsets.start} to {offsets.stop - 1} of {topic}/{partition}; restart the workers"
+            )
     after = log.first_readable(tp, offset)
     if after == offset:
-        raise ConfigError(f"the record at {topic}/{partition}/{offset} is readable: there is nothing to skip")
+        raise ConfigError(
+            f"the record at {topic}/{partition}/{offset} is readable, so it cannot be skipped; give the offset in the error message"
+        )
     stretch = range(offset, after)
-    reason = f"cannot be read up to offset {after - 1}; the operator made all readers skip it"
-    dead_letter = dead_letters.of_stretch(tp[0], partition, stretch, reason=reason, worker=PERSON, time_ns=time.time_ns())
+    reason = f"offsets up to {after - 1} cannot be read; an operator made all readers skip them"
+    dead_letter = dead_letters.of_stretch(tp[0], partition, stretch, reason=reason, worker="operator", time_ns=time.time_ns())
     value = dead_letters.encode(dead_letter)
     headers = dead_letters.headers(dead_letter, run=run).encode(value)
     producer = log.producer()

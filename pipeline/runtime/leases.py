@@ -54,7 +54,7 @@ class WriterLease:
     """How long a silent owner is watched before its lease is taken; with 0 an owner is fenced at once."""
     notify: Callable[[str], None] = lambda _: None
     stop: threading.Event = field(default_factory=threading.Event)
-    """Set: stop watching."""
+    """Set to stop the thread."""
     first_wins: bool = False
     """Of two simultaneous claims the last one wins, as its epoch is the valid one; with this the first, for writers of nothing else."""
     _left: threading.Event = field(default_factory=threading.Event)

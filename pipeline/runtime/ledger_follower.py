@@ -33,7 +33,7 @@ class LedgerState:
     manifests: dict[int, Manifest] = field(default_factory=dict)
     newest_version: int = -1
     steps: int = 0
-    """Committed optimizer steps."""
+    """Number of committed optimizer steps."""
     ess: float | None = None
     """Effective sample size of the newest step; None for one that trained nothing."""
     stale: set[int] = field(default_factory=set)

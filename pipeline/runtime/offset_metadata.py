@@ -53,7 +53,6 @@ Note = TypeVar("Note", RolloutOffsetMetadata, CallOffsetMetadata, ScorerOffsetMe
 
 
 def encode(note: RolloutOffsetMetadata | CallOffsetMetadata | ScorerOffsetMetadata | FeederOffsetMetadata) -> str:
-    """The metadata as JSON."""
     return json.dumps(note._asdict())
 
 

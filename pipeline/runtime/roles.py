@@ -19,9 +19,9 @@ class Role:
     name: str
     does: str
     reads: Mapping[str, str]
-    """Topic -> what for."""
+    """Topic -> purpose of reading it."""
     writes: Mapping[str, str]
-    """Topic -> what."""
+    """Topic -> records written to it."""
     extras: tuple[str, ...]
     """Extras of the wheel that its machine needs."""
     colour: str = ""

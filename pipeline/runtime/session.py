@@ -42,7 +42,7 @@ class Session:
     stop: threading.Event
     """Set by SIGTERM and SIGINT: finish or release, then exit."""
     token: str = field(default_factory=new_token)
-    """Identifies the process to others."""
+    """Random identifier of this process."""
     trust: Trust = NO_TRUST
     """The operator's decision about the run's code."""
     pool: str | None = None

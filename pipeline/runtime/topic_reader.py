@@ -50,7 +50,7 @@ class Read(Generic[Payload]):
 
     records: tuple[Record, ...]
     headers: Headers | None = None
-    """None if they are invalid."""
+    """Parsed headers; None if they are invalid."""
     payload: Payload | None = None
     """None if it cannot be decoded, or was not decoded."""
     problem: Unusable | None = None

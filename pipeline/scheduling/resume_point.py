@@ -21,7 +21,7 @@ class ResumePoint:
     drops: int
     """Number of dropped groups, without those from `below` on whose outcome is read again."""
     dropped: int
-    """All groups dropped."""
+    """Number of groups dropped so far."""
     positions: dict[str, int]
     """"TOPIC/PARTITION" -> offset of the first record that has to be read again."""
     checkpoints: tuple[tuple[int, int], ...]
@@ -29,7 +29,7 @@ class ResumePoint:
     manifests: int
     """Offset in partition 0 of `weights` of the oldest needed manifest, apart from that of version 0."""
     version: int
-    """Version of that manifest."""
+    """Policy version of the manifest at this offset."""
     rebased: int | None
     """Ledger offset of the newest entry about changed arithmetic."""
     rewards: tuple[float, ...] = ()

@@ -30,11 +30,11 @@ class Schedule:
     the newest weights are loaded between two decode steps, and samples in flight continue under them (PipelineRL, arXiv 2509.19128)."""
     max_lag: int
     prompts_per_step: int = 8
-    """U"""
+    """Prompt groups of a step (U)."""
     samples_per_prompt: int = 8
-    """K"""
+    """Samples of a group (K)."""
     steps_per_version: int = 1
-    """S"""
+    """Optimizer steps between two published versions (S)."""
     order: Order = "submission"
     stale_in_hand: StaleInFlight = "finish"
     """Handling of a group in flight that can no longer be fresh. finish: it is generated to its end; abort: it is aborted and replaced
@@ -245,7 +245,7 @@ class Presence:
 
     partitions: int
     now_s: float = 0.0
-    """The reader's working time."""
+    """Time since the reader started, without pauses."""
     slots: list[int] = field(init=False)
     """Partition -> number of unfinished groups that it may have at once."""
     _owners: list[str | None] = field(init=False)

@@ -27,7 +27,7 @@ def test_what_is_said_has_to_name_a_key_or_a_row() -> None:
     assert outcome(0, "") == "accepted"
     assert outcome(1, "penstock: rows.jsonl:3: no field 'prompt'") == outcome(2, "penstock: run.steps = 0: too small") == "refused"
     assert outcome(1, "penstock: embedded null byte") == outcome(1, "") == "vague"
-    assert outcome(1, "penstock: unexpected TypeError: x; --debug shows where it happened") == "traceback"
+    assert outcome(1, "penstock: unexpected TypeError: x; repeat with --debug for a traceback") == "traceback"
 
 
 @pytest.mark.slow

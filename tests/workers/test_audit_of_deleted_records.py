@@ -102,7 +102,10 @@ def test_what_is_gone_is_counted_and_named(edited: EditedRun) -> None:
     topic, partition, offset = record_id_of(edited, "groups", group)
     whole = as_table(judged(edited, {}))["statuses"]
     found = judged(edited, {(topic, partition): offset + 1})
-    assert f"note: records were deleted: groups/{partition} below {offset + 1}; what only they show is not checked" in as_text(found)
+    assert (
+        f"note: retention has deleted records: groups/{partition} below {offset + 1}; promises that depend on these records are not checked"
+        in as_text(found)
+    )
     fates = as_table(found)["statuses"]
     assert sum(fates.values()) == sum(whole.values()) and fates["trained"] == whole["trained"]
     assert "records were deleted" not in as_text(judged(edited, {}))
@@ -114,7 +117,7 @@ def test_a_dropped_group_whose_outcome_is_gone_counts_as_gone_and_not_as_unused(
     found = as_table(judged(edited, {place: end for place, end in ends(edited.records).items() if place[0] == "groups"}))
     assert found["statuses"]["filtered"] == 0
     assert found["statuses"]["gone"] >= whole["filtered"]
-    assert f"of 0 groups the prompt was deleted, of {found['statuses']['gone']} the final status" in found["notes"]
+    assert f"the prompts of 0 groups were deleted, and the final status of {found['statuses']['gone']}" in found["notes"]
 
 
 @pytest.mark.parametrize(("topic", "check"), [("prompts", "prompt-numbers"), ("groups", "plans")])
@@ -153,7 +156,7 @@ def test_a_violation_in_what_is_kept_is_reported_as_ever(edited: EditedRun) -> N
 @pytest.mark.parametrize("topic", KEPT_WHOLE)
 def test_a_ledger_or_dead_letters_without_their_beginning_cannot_be_judged(edited: EditedRun, topic: str) -> None:
     edited.records.append(replace(edited.records[edited.all("ledger")[0][0]], topic=f"{RUN}.dead-letters"))
-    with pytest.raises(Unreadable, match=rf"^{RUN}\.{topic}/0: the records at offsets 0 to 2 were deleted; they held "):
+    with pytest.raises(Unreadable, match=rf"^{RUN} cannot be audited: offsets 0 to 2 of {RUN}\.{topic}/0 were deleted, which had "):
         judged(edited, {(topic, 0): 3})
 
 

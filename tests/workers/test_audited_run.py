@@ -122,7 +122,7 @@ def test_a_run_that_is_under_way_is_clean_at_any_instant_and_says_which_groups_a
         assert broken(found) == set(), as_text(found)
     going_on = [found for found in under_way if found.facts.closed is None and found.facts.entries]
     assert going_on
-    assert any("groups open, the run is under way" in summary(found) for found in going_on)
+    assert any("groups open, the run is active" in summary(found) for found in going_on)
     assert all("unused" not in as_table(found)["statuses"] for found in going_on)
 
 
@@ -183,7 +183,7 @@ def test_a_sample_begun_after_its_first_record_was_sent_is_listed_with_its_worke
     assert (again["group"], again["sample"], again["again"]["worker"]) == (rollout.group, 0, "rollout-7")
     assert again["after_s"] == pytest.approx(2.0)
     assert again["first"]["sent_s"] == sent_ms / 1000
-    assert "1 samples were started after their first record had been sent (rollout-7 1)" in as_text(found)
+    assert "1 samples were generated again after their first record had been sent (rollout-7 1)" in as_text(found)
 
 
 def test_a_broken_record_behind_everything_that_was_read_is_told_and_no_violation(edited: EditedRun) -> None:
@@ -192,7 +192,7 @@ def test_a_broken_record_behind_everything_that_was_read_is_told_and_no_violatio
     edited.records[-1] = replace(edited.records[-1], value=edited.records[-1].value[:-9])
     found = judged(edited)
     assert broken(found) == set()
-    assert "1 records cannot be used and have no dead letter" in as_text(found)
+    assert "1 records are unusable and have no dead letter" in as_text(found)
 
 
 def test_a_second_letter_by_a_process_that_took_over_is_a_duplicate(edited: EditedRun) -> None:
@@ -235,15 +235,15 @@ def test_a_missing_measurement_and_a_role_without_any_are_told(edited: EditedRun
     found = judged(edited)
     assert broken(found) == set()
     notes = as_table(found)["notes"]
-    assert "no measurement of: tracker; what only they read was not read" in notes
-    assert "1 measurements are missing between others of their process" in notes
+    assert "no worker of these roles has reported: tracker" in notes
+    assert "1 measurements are missing between measurements of the same process" in notes
 
 
 def test_chunks_that_retention_released_are_told(edited: EditedRun) -> None:
     ((partition, released),) = weights.chunk_places(edited.one("manifests", version=1)[1])
     found = judged(edited, {("weights", partition): released + 1})
     assert broken(found) == set(), as_text(found)
-    assert "chunks of 1 versions were deleted by retention: their digests cannot be recomputed" in as_table(found)["notes"]
+    assert "retention has deleted chunks of 1 versions, whose digests cannot be recomputed" in as_table(found)["notes"]
 
 
 def test_times_of_two_machines_are_not_compared(edited: EditedRun) -> None:

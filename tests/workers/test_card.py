@@ -41,4 +41,4 @@ def test_a_card_is_the_same_on_the_broker_and_in_an_archive_and_proves_a_group(
     assert (
         cli.main(["card", recorded.run, "--out", str(folders[0]), "--prove", "99999", "--bootstrap", recorded.bootstrap]) == cli.app.USAGE
     )
-    assert "has not trained this group" in capsys.readouterr().err
+    assert "was not trained on this group" in capsys.readouterr().err

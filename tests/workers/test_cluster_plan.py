@@ -51,4 +51,4 @@ def test_the_command_plans_for_other_numbers_of_workers_and_machines(
     assert cli.main(["plan", "--cluster", str(file), "--step-s", "10", "--lengths", "constant:100"]) == 0
     assert "completions of 100 tokens on average" in capsys.readouterr().out
     assert cli.main(["plan", "--cluster", str(file)]) == 2
-    assert "give --step-s as well" in capsys.readouterr().err
+    assert "--cluster needs --step-s" in capsys.readouterr().err

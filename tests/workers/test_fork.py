@@ -116,10 +116,10 @@ def test_a_fork_that_is_not_told_where_begins_after_the_last_step(capsys: pytest
     [
         (["--from-step", "2", "--run-id", "No Run"], 2, "--run-id: run id 'No Run'"),
         (["--from-step", "5"], 2, "has 4 committed steps"),
-        (["--from-step", "4"], 2, "no steps left after step 4; --from-step S forks it earlier, --set run.steps=N"),
-        ([], 2, "no steps left after step 4"),
-        (["--from-step", "2", "--set", "trainer.dtype=bfloat16"], 2, "was written under another trainer.dtype"),
-        (["--from-step", "2", "--set", "model.path=/m"], 2, "a fork sets model.path itself"),
+        (["--from-step", "4"], 2, "plans no steps after step 4; fork earlier with --from-step S, or"),
+        ([], 2, "plans no steps after step 4"),
+        (["--from-step", "2", "--set", "trainer.dtype=bfloat16"], 2, "which depends on trainer.dtype"),
+        (["--from-step", "2", "--set", "model.path=/m"], 2, "model.path of a fork follows from --from-step"),
         (["--from-step", "2", "--run-id", "parent"], 2, "exists already"),
     ],
 )

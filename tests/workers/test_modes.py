@@ -90,7 +90,7 @@ def test_a_lagging_run_with_an_evaluator_stays_within_its_lag_and_ends_early_whe
     assert len(unused) == groups["unused"] > 0
     closed = json.loads(run.past.ledger_state.closed.details)
     assert "evaluations since the best" in closed["reason"]
-    assert all(life["why"].startswith(f"the run ended first ({closed['reason']}); it waited for ") for life in unused)
+    assert all(life["why"].startswith(f"the run ended first ({closed['reason']}); the group was waiting for ") for life in unused)
     assert all(life["step"] is None and life["version"] is None for life in unused)
 
 

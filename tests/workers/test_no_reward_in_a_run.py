@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.archive.sql import LiveTables, ask
+from penstock.pipeline.archive.sql import LiveTables, run_query
 from penstock.pipeline.inspect.report.text import as_text
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.rescore import RescoreRequest, score_run
@@ -58,15 +58,15 @@ def test_samples_without_a_reward_are_the_same_for_everything_that_reads_the_run
     assert audited(log, run_id).clean
     tables = LiveTables(log, run_id)
     scored = "from samples s join groups g on s.group_id = g.group_id where g.outcome in ('scored', 'filtered')"
-    (row,) = ask(tables, f"select count(*) - count(s.reward) as without, count(s.reward_error) as broken {scored}").to_pylist()
+    (row,) = run_query(tables, f"select count(*) - count(s.reward) as without, count(s.reward_error) as broken {scored}").to_pylist()
     assert row["without"] == report["no_reward"] > row["broken"] > 0
-    errors = ask(tables, "select distinct reward_error from samples where reward_error is not null")["reward_error"].to_pylist()
+    errors = run_query(tables, "select distinct reward_error from samples where reward_error is not null")["reward_error"].to_pylist()
     assert all(found.endswith(error) for found in errors), errors
-    assert ask(tables, "select reward from rewards order by version")["reward"].to_pylist() == report["reward"]["curve"]
+    assert run_query(tables, "select reward from rewards order by version")["reward"].to_pylist() == report["reward"]["curve"]
     recording, again = Recording.open(log, run_id), ReplayResult(run_id)
     replay(recording, ReplayRequest(), result=again, notify=lambda _: None)
     recording.close()
     assert (again.as_json()["steps"], again.as_json()["matching_steps"]) == (2, 2)
     scores = score_run(log, run_id, RescoreRequest(), notify=lambda _: None)
-    assert (scores["changed"], scores["no_reward"], scores["newly_judged"]["samples"]) == (0, report["no_reward"], 0)
+    assert (scores["changed"], scores["no_reward"], scores["newly_scored"]["samples"]) == (0, report["no_reward"], 0)
     assert set(scores["outcomes"]) <= {f"{outcome} -> {outcome}" for outcome in ("scored", "filtered", "failed")}, "no outcome changes"

@@ -73,7 +73,7 @@ def test_completions_that_are_all_truncated_and_masked_stop_the_run_with_that_ca
     for _ in range(2):
         stopped = attended(log, run_id, config, error=error)
         assert (stopped["status"], stopped["steps"], stopped["groups"]["trained"]) == ("stopped", 0, 0)
-    assert "100% of the groups are filtered, as every sample ran out of tokens" in " ".join(as_text(stopped).split())
+    assert "100% of the groups are filtered, because every sample is truncated" in " ".join(as_text(stopped).split())
     found = find(log, run_id)
     assert found is not None and found.status == "stopped"
     assert audited(log, run_id).clean

@@ -189,9 +189,9 @@ def test_the_report_counts_groups_by_status_and_estimates_the_sample_size(
 def test_a_reward_that_fails_makes_no_run_and_an_interruption_leaves_none(
     run_id: str, log: LogHere, rewards: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(PenstockError, match=r"nothing to train; the last failed reward: .*cannot score"):
+    with pytest.raises(PenstockError, match=r"nothing to train\. Last failed reward: .*cannot score"):
         regraded(log, "parent", f"{run_id}-a", f"{rewards}:broken")
-    with pytest.raises(PenstockError, match=r"effective sample size of step 4 is below 1: .*--floor.* penstock fork parent --from-step 4"):
+    with pytest.raises(PenstockError, match=r"effective sample size of step 4 is below 1, .*--floor.* penstock fork parent --from-step 4"):
         regraded(log, "parent", f"{run_id}-b", f"{rewards}:digits", first=4, floor=1.0)
     with monkeypatch.context() as patched:
         patched.setattr("penstock.pipeline.replay.regraded_run.open_store", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -205,7 +205,7 @@ def test_a_reward_that_fails_makes_no_run_and_an_interruption_leaves_none(
     NewRun.create(log, source, f"{run_id}-c", source.config).copy(notify=print)
     (run_directory(f"{run_id}-c") / "checkpoints").mkdir(parents=True)
     assert numbers(regraded(log, "parent", f"{run_id}-c")) == numbers(read_ledger_history(log, "parent"))
-    with pytest.raises(ConfigError, match="the run exists already"):
+    with pytest.raises(ConfigError, match="this run or topics of this name exist already"):
         regraded(log, "parent", f"{run_id}-c")
 
 

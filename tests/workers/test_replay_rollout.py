@@ -42,9 +42,9 @@ def test_a_change_that_has_no_part_in_drawing_is_refused(recorded: RecordedRun, 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--step", "99"], "step 99 is not committed; the ledger has 0 to 7"),
+        (["--step", "99"], "--step 99: this step is not committed; steps 0 to 7 are"),
         (["--group", "9999"], "group 9999 was never admitted"),
-        (["--step", "0", "--policy-version", "99"], "version 99 is not among the run's: 0 to 8"),
+        (["--step", "0", "--policy-version", "99"], "has published versions 0 to 8"),
     ],
 )
 def test_what_is_not_recorded_is_said_in_one_line(

@@ -108,12 +108,12 @@ def test_the_same_reward_changes_nothing_and_its_broken_groups_are_listed(
 ) -> None:
     found = scored(recorded, capsys)
     failed = sorted(number for number, row in groups.items() if row["status"] == "failed")
-    assert (found["changed"], found["flips"], found["changed_outcomes"], found["left_out"]) == (0, [], [], [])
+    assert (found["changed"], found["flips"], found["changed_outcomes"], found["not_scored"]) == (0, [], [], [])
     assert found["mean_before"] == found["mean_after"]
     assert set(found["outcomes"]) == {"scored -> scored", "filtered -> filtered", "failed -> failed"}
     assert [one["group"] for one in found["broken"]] == failed
     assert all("cannot judge" in one["reason"] for one in found["broken"])
-    assert found["judged"] == found["groups"] == len(groups)
+    assert found["scored"] == found["groups"] == len(groups)
     assert {name.rpartition(":")[2]: one["changed"] for name, one in found["components"].items()} == {"digits": 0, "brevity": 0}
     assert found["reward"]["before"] == found["reward"]["after"]
     assert found["reward"]["after"]["weights"] == [1.0, 0.5]
@@ -132,7 +132,7 @@ def test_a_repaired_reward_judges_groups_that_had_failed_and_is_written_as_a_new
     found = scored(recorded, capsys, "--reward", f"{file}:digits", "--reward", f"{file}:brevity", "--write", run_id)
     fates = [row["status"] for row in groups.values()]
     assert found["broken"] == []
-    assert found["newly_judged"]["samples"] == 4 * fates.count("failed")
+    assert found["newly_scored"]["samples"] == 4 * fates.count("failed")
     turned = {one["group"] for one in found["changed_outcomes"]}
     assert {number for number, row in groups.items() if row["status"] == "failed"} <= turned
     assert found["written"] == run_id
@@ -173,10 +173,10 @@ def test_a_repaired_reward_judges_groups_that_had_failed_and_is_written_as_a_new
         assert cli.main(["replay", "score", recorded.run, "--bootstrap", recorded.bootstrap, "--write", run_id]) == 2
         assert "exists already" in capsys.readouterr().err.splitlines()[-1]
         assert cli.main(["audit", run_id, "--bootstrap", recorded.bootstrap]) == 1
-        assert capsys.readouterr().err.splitlines()[-1].endswith("it has no measurements: there is no work to audit")
+        assert capsys.readouterr().err.splitlines()[-1].endswith("it is closed and no worker has ever reported")
         unused = str(_scored_first(log, run_id, 1)[0])
         assert cli.main(["explain", run_id, unused, "--bootstrap", recorded.bootstrap]) == 0
-        assert f"a re-scoring of {recorded.run}, without a trainer" in capsys.readouterr().out
+        assert f"this run re-scores {recorded.run} and was never trained" in capsys.readouterr().out
     finally:
         log.delete_topics(log.topics(f"{run_id}."))
 
@@ -207,7 +207,7 @@ def test_a_reward_that_breaks_or_hangs_is_listed_with_its_reason_and_is_never_a_
     [
         (["--reward", "exact_mach"], 2, "did you mean 'exact_match'?"),
         (["--reward", "nowhere.py:f"], 2, "nowhere.py does not exist"),
-        (["--write", ""], 2, "give the id of the new run"),
+        (["--write", ""], 2, "--write needs the id of the new run"),
         (["--weights", "1,x"], 2, "expected numbers separated by commas"),
         (["--weights", "1"], 2, "1 weights for 2 reward.functions"),
         (["--set", "trainer.lr=1"], 2, "does not affect a reward"),
@@ -247,9 +247,9 @@ def test_groups_without_text_are_left_out_where_the_tokenizer_is_not_here(
 ) -> None:
     found = scored(recorded, capsys, "--model", str(tmp_path / "nowhere"))
     failed = sorted(number for number, row in groups.items() if row["status"] == "failed")
-    assert [one["group"] for one in found["left_out"]] == failed
-    assert all("give --model DIR" in one["why"] for one in found["left_out"])
-    assert found["judged"] == len(groups) - len(failed)
+    assert [one["group"] for one in found["not_scored"]] == failed
+    assert all("give --model DIR" in one["why"] for one in found["not_scored"])
+    assert found["scored"] == len(groups) - len(failed)
 
 
 def test_the_page_says_what_changed(recorded: RecordedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,7 +259,7 @@ def test_the_page_says_what_changed(recorded: RecordedRun, tmp_path: Path, capsy
     assert cli.main(["replay", "score", recorded.run, *words]) == 0
     shown = capsys.readouterr().out
     assert f"after   {file}:digits x 2" in shown
-    assert "samples that had no reward" in shown
+    assert "samples had no reward before" in shown
     assert shown.splitlines()[-1].startswith("flips ")  # what it comes to stands last, where a terminal stands still
     assert shown.index("changed outcomes") < shown.index("groups scored again")
     assert "edited since" not in shown

@@ -188,7 +188,7 @@ def test_another_arithmetic_is_said_before_anything_is_computed(
     replay(recording, ReplayRequest(to_step=0), result=result, notify=said.append)
     recording.close()
     assert [row["name"] for row in result.fingerprint] == [name]
-    assert f"the arithmetic differs from the run's, so bits may differ: {text}" in said[0]
+    assert f"hardware or libraries differ from the run's, so results may not be bit-identical: {text}" in said[0]
 
 
 def test_the_source_of_an_own_loss_is_part_of_the_arithmetic(recorded: RecordedRun, tmp_path: Path) -> None:
@@ -244,9 +244,9 @@ def test_what_a_replay_cannot_change_is_refused_with_the_reason(recorded: Record
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--mlflow"], "--mlflow is for a what-if"),
-        (["--export", "made"], "--export is for a what-if"),
-        (["--set", "algorithm.loss=gspo", "--keep-going"], "--keep-going is for an exact replay"),
+        (["--mlflow"], "--mlflow needs --set or --without"),
+        (["--export", "made"], "--export needs --set or --without"),
+        (["--set", "algorithm.loss=gspo", "--keep-going"], "--keep-going cannot be combined with"),
         (["--set", "algorithm.loss=gspo", "--export", f"{__file__}/made"], "nothing can be written to"),
     ],
 )
@@ -265,7 +265,7 @@ def test_another_filter_and_order_make_plans_anew(recorded: RecordedRun, capsys:
     fates = recorded.report["groups"]
     scored = fates["trained"] + fates["filtered"] + fates.get("stale", 0)
     assert scored // 6 <= messages["steps"] <= (scored + fates["unused"]) // 6
-    assert (messages["plans"], messages["mlflow_run_id"]) == ("selected again from the scored groups", None)
+    assert (messages["plans"], messages["mlflow_run_id"]) == ("recomputed from the scored groups", None)
 
 
 def test_steps_that_are_not_there_are_named(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -324,4 +324,4 @@ def test_a_replay_whose_records_are_deleted_names_their_offsets(
     assert main(["fork", run_id, "--bootstrap", broker, "--from-step", "1"]) == 1
     assert f"{run_id}.groups/1 offsets 0 (retained" in capsys.readouterr().err
     assert main(["replay", "train", run_id, "--bootstrap", broker, "--set", "schedule.order=arrival"]) == 1
-    assert f"some were deleted: {run_id}.groups/1: the records at offsets 0 to 1 were deleted" in capsys.readouterr().err
+    assert f"because groups were deleted: {run_id}.groups/1: the records at offsets 0 to 1 were deleted" in capsys.readouterr().err

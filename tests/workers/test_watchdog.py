@@ -101,6 +101,6 @@ def test_whoever_holds_a_run_up_is_named_with_the_group_and_the_reason(broker, r
         for name in ("rollout-0", "scorer-0"):
             listener.hears("the run makes progress again")
             workers.signal(name, signal.SIGSTOP)
-            listener.hears(f"stuck: {name.partition('-')[0]}", f"{name} has been silent for")
+            listener.hears(f"stuck: {name.partition('-')[0]}", f"{name} has not reported for")
             workers.signal(name, signal.SIGCONT)
     listener.view.close()

@@ -31,7 +31,7 @@ from penstock.workers.rollout.group_tasks import GroupTasks, PublishedSamples
 from penstock.workers.rollout.worker import GroupWorker
 
 OVERHEADS = 4096
-"""Turns over which percentiles are taken."""
+"""Number of recent turns over which percentiles are computed."""
 Turn = tuple[int, int, int]
 """Group, sample, number of the model's turn."""
 

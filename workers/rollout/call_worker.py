@@ -46,7 +46,7 @@ class CallTask:
     inherited: bool
     """True if it was in the log when its partition was assigned: an earlier owner may still generate it."""
     sent: Pending | None = None
-    """Its reply, which is being sent."""
+    """The reply, while it is being sent."""
 
     @property
     def number(self) -> int:
@@ -75,7 +75,7 @@ class CallTasks:
 
     partitions: dict[int, CallPartition] = field(default_factory=dict)
     tasks: dict[TurnKey, CallTask] = field(default_factory=dict)
-    """Those without an acknowledged reply."""
+    """Calls whose reply is not acknowledged yet."""
     generating: dict[int, CallTask] = field(default_factory=dict)
     """Number -> the task that the engine generates, or has generated without its reply being sent."""
 

@@ -34,7 +34,7 @@ class MetricsFile:
         self.points = 0
         """Number of points in all complete lines."""
         self.end = 0
-        """Bytes that readers may see."""
+        """Number of bytes that are complete, so that readers may use them."""
         self._unwritten: list[bytes] = []
         self._file = path.open("ab", buffering=0)
         try:

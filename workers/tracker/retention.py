@@ -37,7 +37,7 @@ class Retention:
     _published_ms: dict[int, int] = field(default_factory=dict)
     """Version -> time of publication."""
     _cut: int = 0
-    """Steps whose records were deleted."""
+    """Number of steps whose records were deleted."""
     _deleting: threading.Thread | None = None
 
     def note(self, entry: Entry) -> None:

@@ -196,7 +196,7 @@ class RunWriter:
             "fingerprint": fingerprint,
             "changed": changed,
             "differences": [
-                {"step": entry.step, "name": difference.name, "recorded": difference.recorded, "found": difference.found}
+                {"step": entry.step, "name": difference.name, "recorded": difference.recorded, "found": difference.recomputed}
                 for entry, difference in differences
             ],
         }

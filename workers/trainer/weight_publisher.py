@@ -101,7 +101,7 @@ class Publication:
     base: Base | None
     started: float = field(default_factory=time.monotonic)
     manifest: Manifest | None = None
-    """Set once all chunks are acknowledged."""
+    """Manifest of the version; None until all chunks are acknowledged."""
     adapted: Adapted | None = None
     """The weights as base and adapters, if only the adapters are sent."""
     shared: Sequence[TensorBytes] | None = None
@@ -122,7 +122,6 @@ class WeightPublisher:
     run: str
     config: WeightsSection
     count: int
-    """Partitions of `weights`."""
     base: Base | None = None
     """The newest version, base of the next delta; None if the next version is a full snapshot or adapters."""
     notify: Callable[[str], None] = lambda _: None

@@ -28,7 +28,7 @@ class Head(NamedTuple):
     """An output layer."""
 
     weight: torch.Tensor
-    """[V, hidden]"""
+    """[V, hidden] weight of the output layer."""
     bias: torch.Tensor | None = None
     in_float32: bool = False
     """True for float32 logits from a bfloat16 layer."""

@@ -97,7 +97,7 @@ class RowIndices:
     own: torch.Tensor
     """[N, C] indices of the own tokens of the other rows."""
     columns: torch.Tensor
-    """[N, C] their columns."""
+    """[N, C] columns of these tokens."""
     keys: torch.Tensor
     """[N, W] index of every column of those rows."""
     allowed: torch.Tensor
@@ -111,7 +111,7 @@ class PrefixTree:
     """T distinct tokens as one line: linear layers run on the line, attention on its rows or on the line too."""
 
     ids: torch.Tensor
-    """[T]"""
+    """[T] ids of the distinct tokens."""
     positions: torch.Tensor
     """[T] column of each token in its row."""
     rows: RowIndices | None
@@ -121,7 +121,7 @@ class PrefixTree:
     predict: torch.Tensor
     """[U] index of each predicting token: the prompt's last token predicts the first tokens of its K completions."""
     temperatures: torch.Tensor
-    """[U] float32"""
+    """[U] sampling temperatures, float32."""
     row: torch.Tensor
     """[M] index in U of the token that predicts each trained token, ascending."""
     target: torch.Tensor

@@ -28,7 +28,7 @@ class OpenEnvServer:
     """Address of a server and description of its environment."""
 
     address: str
-    """ws:// or wss://, with a port."""
+    """WebSocket URL (ws:// or wss://) with a port."""
     version: str
     fields: Mapping[str, str]
     """Field of an action -> its JSON type."""

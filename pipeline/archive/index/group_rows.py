@@ -1,6 +1,7 @@
-"""Rows of the index from records of `prompts`, `groups`, `ledger` and `dead-letters`, in any interleaving of these topics.
+"""Builds the rows of a run index from records of `prompts`, `groups`, `ledger` and `dead-letters`, which may arrive interleaved.
 
-A row is final once its group has an outcome and was trained or dropped; of repeated records the first counts."""
+A row is final when its group has an outcome and was trained or dropped. Of repeated records the first one counts.
+"""
 
 import contextlib
 import json
@@ -33,25 +34,25 @@ GROUPS = schema(
     worker text, source text
     """
 )
-"""Columns of the index. `lag` is that of the oldest trained token; `truncated` counts samples that reached the token limit; `source` is
-the source of a mixture; `partition` and `offset` are those of the outcome in `groups`, null before there is one."""
+"""Columns of the index's groups. `lag` is the lag of the oldest trained token, `truncated` the number of samples that reached the token
+limit, `source` the data source in a mixture; `partition` and `offset` locate the outcome in `groups`, null if there is none."""
 STEPS = schema("step int, version int, committed time, groups ints, boundaries ints, digest text")
-"""Columns of every step; its metrics follow as float64 columns, by name."""
+"""Columns of the index's steps. Metrics follow as float64 columns, by name."""
 TOPICS = ("dead-letters", "ledger", "groups", "prompts")
-"""Topics that the index is made of."""
+"""Topics from which the index is built."""
 _PAYLOAD = ("epoch", "row", "prompt", "prompt_ids", "columns", "min_version", "samples_per_prompt", "admitted")
-"""Columns that are the payload's, in prompts as in outcomes."""
+"""Columns that are copied from the payload of a prompt or of an outcome."""
 _WRITTEN = {"admitted": "created_ns"}
 
 Row = dict[str, Any]
-"""Column -> value; of payload columns an array of one element."""
+"""Column -> value; for columns in `_PAYLOAD` an Arrow array of one element."""
 
 
 class _End(NamedTuple):
-    """The ledger's entry about a group."""
+    """Ledger entry that trained a group or dropped it as stale."""
 
     step: int | None
-    """None if it was dropped as stale."""
+    """Step that was trained on the group; None if the group was dropped."""
     version: int | None
     offset: int
     seq: int
@@ -59,20 +60,18 @@ class _End(NamedTuple):
 
 @dataclass(slots=True)
 class GroupRows:
-    """Folds records into rows; final rows leave with `take`."""
+    """Builds rows from records. `take` removes and returns the final rows."""
 
     run: str
     done: IdSet = field(default_factory=IdSet)
-    """Groups whose rows were taken."""
     last_seq: int = -1
     closed: bool = False
-    """True if the ledger has its last entry."""
     dead_letters: dict[int, str] = field(default_factory=dict)
-    """Group -> kind of the first dead letter about it."""
+    """Group -> kind of its first dead letter."""
     steps: list[Entry] = field(default_factory=list)
-    """Committed steps that were not taken."""
+    """Committed steps; the caller removes those that it has stored."""
     steps_from: int = 0
-    """Offset in `ledger` before which all steps were taken."""
+    """Offset in `ledger` before which all steps are stored."""
     _poison: set[tuple[str, int, int]] = field(default_factory=set)
     _pending: dict[int, Row] = field(default_factory=dict)
     _final: list[int] = field(default_factory=list)
@@ -81,17 +80,16 @@ class GroupRows:
     _parts: GroupAssembler = field(default_factory=GroupAssembler)
 
     def add(self, record: Record) -> None:
-        """Fold a record of any topic; those of other topics change nothing. Raises `Unusable`, and is unchanged then."""
+        """Add a record; records of other topics are ignored. Raises `Unusable` for one that cannot be read, and changes nothing then."""
         fold = _FOLDS.get(record.topic.removeprefix(f"{self.run}."))
         if fold is not None:
             fold(self, record)
 
     def final(self) -> int:
-        """Number of rows that may be taken."""
         return len(self._final)
 
     def take(self) -> pa.Table:
-        """The final rows, which are forgotten."""
+        """Remove the final rows and return them as a table."""
         rows = [self._pending.pop(group) for group in self._final]
         for group in self._final:
             self.done.add(group)
@@ -100,11 +98,11 @@ class GroupRows:
         return table_of(rows)
 
     def rest(self, *, ended: bool) -> pa.Table:
-        """Rows that were not taken; `ended` is true if no more records will follow."""
+        """Return the rows that were not taken. `ended`: no more records follow, which settles the status of open groups."""
         return table_of([{**row, **self._ending(group, row, ended=ended)} for group, row in sorted(self._pending.items())])
 
     def low(self) -> dict[Partition, int]:
-        """Partition -> the first offset with something that was not taken; without partitions of which everything was."""
+        """Return partition -> first offset needed by rows that were not taken; partitions that no row needs are left out."""
         offsets = [row["at"] for row in self._pending.values()]
         offsets += [("groups", part.partition, part.offset) for part in self._parts.held()]
         offsets += [("ledger", 0, end.offset) for end in self._ends.values()]
@@ -115,7 +113,7 @@ class GroupRows:
         return lowest
 
     def seq_before(self) -> int:
-        """Number of the last ledger entry before the first that was not taken."""
+        """Return the sequence number of the last ledger entry before the first one needed by rows that were not taken."""
         return min((end.seq - 1 for end in self._ends.values()), default=self.last_seq)
 
     def _ending(self, group: int, row: Row, *, ended: bool) -> Row:
@@ -129,7 +127,7 @@ class GroupRows:
         return {"status": status, "step": end.step, "trained_version": end.version, "lag": lag}
 
     def _settle(self, group: int) -> None:
-        """Complete a row if it is final now."""
+        """Complete a group's row if its status is final."""
         row = self._pending.get(group)
         if row is None or row.get("outcome") is None or "status" in row:
             return
@@ -158,7 +156,7 @@ class GroupRows:
             return
         row = {**self._pending.get(group, {}), **_facts(headers, records[0])}
         if self._poison.isdisjoint((part.topic, part.partition, part.offset) for part in records):
-            with contextlib.suppress(Unusable, ValueError, LookupError, AttributeError):  # the trainer refuses it; its headers count
+            with contextlib.suppress(Unusable, ValueError, LookupError, AttributeError):  # damaged payload: use the headers only
                 row |= _outcome([groups.CODEC.batch(part.value) for part in records])
         self._pending[group] = row
         self._settle(group)
@@ -193,7 +191,7 @@ _FOLDS = {
 
 
 def table_of(rows: Sequence[Row]) -> pa.Table:
-    """Rows as `GROUPS`."""
+    """Convert rows to a table with the columns `GROUPS`."""
     columns = []
     for column in GROUPS:
         values = [row.get(column.name) for row in rows]
@@ -206,7 +204,7 @@ def table_of(rows: Sequence[Row]) -> pa.Table:
 
 
 def steps_table(entries: Sequence[Entry]) -> pa.Table:
-    """Steps as `STEPS` and their metrics."""
+    """Convert step entries to a table with the columns `STEPS` and one column per metric."""
     names = sorted({name for entry in entries for name in entry.metrics} - set(STEPS.names))
     columns: dict[str, list[Any]] = {
         "step": [entry.step for entry in entries],
@@ -222,7 +220,7 @@ def steps_table(entries: Sequence[Entry]) -> pa.Table:
 
 
 def _array(values: Sequence[Any], field: pa.Field) -> pa.Array:
-    """Values as an array; `pyarrow.array` would import pandas."""
+    """Convert values to an Arrow array. `pyarrow.array` would import pandas."""
     if pa.types.is_timestamp(field.type):
         return column_of(pa.field(field.name, pa.int64())).to_arrow(values).view(field.type)
     return column_of(field).to_arrow(values)
@@ -234,7 +232,7 @@ def _payload(batch: pa.RecordBatch, names: Mapping[str, str]) -> Row:
 
 
 def _facts(headers: Headers, record: Record) -> Row:
-    """The columns that headers have."""
+    """Return the columns of an outcome that follow from its headers and its offset."""
     return {
         "group": headers.group,
         "outcome": headers.outcome,
@@ -253,7 +251,7 @@ def _facts(headers: Headers, record: Record) -> Row:
 
 
 def _outcome(parts: Sequence[pa.RecordBatch]) -> Row:
-    """The columns that only the payload of an outcome has."""
+    """Return the columns of an outcome that require its payload."""
     first = parts[0]
     samples = [part.column("samples").flatten() for part in parts]
     rewards = [reward for part in samples for reward in part.field("reward").to_pylist()]

@@ -1,7 +1,6 @@
-"""Pages of the groups of an index, computed in memory, as rows ready for JSON.
+"""Filters, sorts and pages the groups of a run index in memory; rows are ready for JSON.
 
-`GroupList` is a snapshot of `RunIndex.groups()`; build a new one when the index has grown. `page` gives rows and the cursor of the next
-page.
+`GroupList` is a snapshot of `RunIndex.groups()`: build a new one when the index has grown.
 
 Example:
     rows = GroupList(index.groups(ended=ended), dead_letters=index.dead_letters)
@@ -24,12 +23,12 @@ from penstock.topics.wire.columns import column_of
 
 MOST_ROWS = 1_000
 EXCERPT = 400
-"""Characters of a prompt in a row; its end counts, as it often starts with a template."""
+"""Characters of a prompt in a row. The end of the prompt is shown, because the start is often a template."""
 _TIMES = ("admitted", "scored")
 BINS = 24
 
 Range = tuple[float | None, float | None]
-"""Least and largest value; None for no limit. Rows without a value are outside of any range."""
+"""(smallest, largest) value; None for no limit. A row without a value is outside every range."""
 
 ORDERS: Mapping[str, tuple[str, bool]] = {
     "newest": ("group", True),
@@ -43,40 +42,37 @@ ORDERS: Mapping[str, tuple[str, bool]] = {
     "lag": ("lag", True),
     "slowest": ("seconds", True),
 }
-"""Order -> its column, and True if the largest value is first. Rows without a value come last; equal ones by group, newest first."""
+"""Order -> (column, True for descending). Rows without a value come last; rows with equal values are sorted by group, newest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """Conditions on groups, all of which hold; a field that is not set is no condition."""
+    """Conditions on groups, joined by AND. A field that is not set is no condition."""
 
     statuses: Sequence[str] = ()
     group: Range | None = None
     reward: Range | None = None
-    """Of the mean reward."""
     step: Range | None = None
     version: Range | None = None
-    """Of the oldest policy version of a trained token."""
     worker: str | None = None
-    """The scorer."""
     source: str | None = None
     row: int | None = None
-    """Row of the data."""
 
 
 @dataclass(slots=True)
 class GroupList:
-    """A snapshot of the groups of a run."""
+    """Snapshot of the groups of a run."""
 
     table: pa.Table
     dead_letters: Mapping[int, str] = field(default_factory=dict)
+    """Group -> kind of its first dead letter."""
     _numbers: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     _orders: dict[str, NDArray[np.int64]] = field(default_factory=dict)
 
     def page(self, where: Filters = Filters(), *, order: str = "newest", after: str | None = None, limit: int = 100) -> dict[str, Any]:
-        """`rows`, `next` (the cursor of the next page, or None), `matching` and `groups` (their numbers).
+        """Return `rows`, `next` (cursor of the next page, or None), and the numbers of `matching` and of all `groups`.
 
-        Raises `ValueError` for an unknown order or a cursor that no page gave.
+        Raises `ValueError` for an unknown order or an invalid cursor `after`.
         """
         numbers, ranked = self.numbers("group"), self._ranked(order)
         if where != Filters():
@@ -93,7 +89,10 @@ class GroupList:
         }
 
     def numbers(self, name: str) -> NDArray[np.float64]:
-        """[G] a numeric column, `spread`, `seconds` to scoring or `length` in tokens; NaN for no value. Raises `ValueError` for others."""
+        """Return [G] values of a numeric column, or of `spread` (of rewards), `seconds` (to scoring) or `length` (tokens per sample).
+
+        Missing values are NaN. Raises `ValueError` for a name that is not numeric.
+        """
         if name not in self._numbers:
             if name == "spread":
                 self._numbers[name] = self.numbers("reward_max") - self.numbers("reward_min")
@@ -106,7 +105,7 @@ class GroupList:
         return self._numbers[name]
 
     def histogram(self, name: str, where: Filters = Filters()) -> dict[str, list[float]]:
-        """`counts` of the matching groups by `numbers(name)` in `BINS` ranges, and the `edges` of these."""
+        """Return the histogram of `numbers(name)` over the matching groups: `counts` of `BINS` ranges, and their `edges`."""
         values = self.numbers(name)[self.matching(where)]
         counts, edges = np.histogram(values[np.isfinite(values)], BINS)
         return {"counts": counts.tolist(), "edges": edges.tolist()}
@@ -128,7 +127,7 @@ class GroupList:
         return mask
 
     def rows(self, indices: NDArray[np.int64]) -> list[dict[str, Any]]:
-        """Rows of the list for these indices of the table: numbers, and the end of the prompt."""
+        """Return the rows at these indices of the table, for JSON, with the end of the prompt."""
         names = [name for name in self.table.column_names if name not in ("prompt_ids", "sha256", "outcome", *_TIMES)]
         rows = self.table.select(names).take(_array(pa.int64(), indices.tolist())).to_pylist()
         times = {name: self.numbers(name)[indices].tolist() for name in _TIMES}
@@ -148,29 +147,28 @@ class GroupList:
         }
 
     def _ranked(self, order: str) -> NDArray[np.int64]:
-        """All indices in an order."""
         if order not in ORDERS:
             raise ValueError(f"order {order!r}: expected one of {', '.join(ORDERS)}")
         if order not in self._orders:
             name, descending = ORDERS[order]
             values = self.numbers(name)
             newest = np.argsort(-self.numbers("group"), kind="stable")
-            # NaN is last in either direction.
+            # NumPy sorts NaN last in both directions.
             self._orders[order] = newest[np.argsort(-values[newest] if descending else values[newest], kind="stable")]
         return self._orders[order]
 
     def _position(self, ranked: NDArray[np.int64], order: str, after: str) -> int:
-        """The position behind a cursor, which need not be among the rows any more."""
+        """Return the position in `ranked` after the cursor `after`; its group may have left the list."""
         name, descending = ORDERS[order]
         value_text, _, group_text = after.rpartition(":")
         try:
             value, group = float(value_text), int(group_text)
         except ValueError:
-            raise ValueError(f"cursor {after[:60]!r}: expected the `next` of a page") from None
+            raise ValueError(f"cursor {after[:60]!r}: expected the value of `next` from a page") from None
         numbers = self.numbers("group")[ranked]
         if len(same := np.flatnonzero(numbers == group)):
             return int(same[0]) + 1
-        values = self.numbers(name)[ranked]  # the group is not in this list any more
+        values = self.numbers(name)[ranked]  # the group has left the list
         if descending:
             values, value = -values, -value
         missing = np.isnan(values)
@@ -179,7 +177,7 @@ class GroupList:
 
 
 def _array(kind: pa.DataType, values: list[Any]) -> pa.Array:
-    """Values as an array; `pyarrow.array` and `pyarrow.scalar` would import pandas."""
+    """Convert values to an Arrow array. `pyarrow.array` and `pyarrow.scalar` would import pandas."""
     return column_of(pa.field("values", kind)).to_arrow(values)
 
 
@@ -188,12 +186,12 @@ _NAN, _ZERO = _array(pa.float64(), [math.nan])[0], _array(pa.int64(), [0])[0]
 
 def _numbers(table: pa.Table, name: str) -> NDArray[np.float64]:
     if name not in table.column_names:
-        raise ValueError(f"there is no column {name!r}")
+        raise ValueError(f"column {name!r} does not exist; columns: {', '.join(table.column_names)}")
     column = table[name]
     if pa.types.is_timestamp(column.type):
         column = pc.cast(column, pa.int64())
     elif not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
-        raise ValueError(f"column {name!r} has no numbers")
+        raise ValueError(f"column {name!r} is not numeric ({column.type})")
     parts = [np.from_dlpack(pc.fill_null(pc.cast(chunk, pa.float64(), safe=False), _NAN)) for chunk in column.chunks]
     return np.concatenate([np.empty(0), *parts])
 

@@ -1,7 +1,8 @@
-"""`RunIndex`: one row per group and per step of a run, brought up to date from its log.
+"""`RunIndex`: a table with one row per group and one with one row per step of a run, updated incrementally from the log.
 
-The tracker, which reads all groups, writes the index to the run's folder. Any other process maps these files, and folds the records after
-them in memory; it writes them itself if no tracker does."""
+The tracker writes the index to files in the run's directory. Other processes map these files and add later records in memory; if no tracker
+is running, they may write the files themselves.
+"""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -26,10 +27,13 @@ _POSITIONED = (".prompts", ".groups")
 
 
 class RunIndex:
-    """The rows of one run. Feed it records in any order of topics with `add`, or let `catch_up` read them."""
+    """Index of one run. Add records with `add`, in any order of topics, or call `catch_up` to read them from the log."""
 
     def __init__(self, run: str, *, directory: Path | None = None, created_ns: int = 0, write: bool = False) -> None:
-        """Without a directory, rows are in memory only; with `write` this process appends to the files if no other one does."""
+        """Open the index files in `directory`; if None, rows are in memory only. `write`: append to the files unless another process does.
+
+        `created_ns` is the run's creation time, which distinguishes runs of the same id.
+        """
         self.run = run
         self._rows = GroupRows(run)
         self._tables: dict[str, list[pa.Table]] = {"groups": [], "steps": []}
@@ -41,11 +45,11 @@ class RunIndex:
 
     @property
     def positions(self) -> dict[Partition, int]:
-        """Partition -> the first offset that is not folded; a partition that is not named is to be read from its start."""
+        """Partition -> first offset that is not in the index; a missing partition has to be read from its start."""
         return dict(self._positions)
 
     def add(self, record: Record) -> None:
-        """Fold a record. Raises `Unusable`; rows stay as they were then."""
+        """Add a record to the index. Raises `Unusable` for a record that cannot be read, and changes nothing then."""
         tp = record.topic, record.partition
         if record.offset < self._positions.get(tp, 0):
             return
@@ -54,26 +58,26 @@ class RunIndex:
         self._settle(ROWS)
 
     def catch_up(self, log: Log, *, decoding: Callable[[Record], AbstractContextManager[None]] = lambda _: nullcontext()) -> None:
-        """Fold the records up to the current ends of the topics, each within `decoding`. Raises `LogError`."""
+        """Add all records up to the current ends of the topics. `decoding` is a context around each record. Raises `LogError`."""
         reader = RunReader(log, self.run)
-        for topics in (TOPICS[:1], TOPICS[1:]):  # first the dead letters, which name records that must not be decoded
+        for topics in (TOPICS[:1], TOPICS[1:]):  # dead letters first, because they name records that must not be decoded
             for record in reader.records(*topics, since=self._positions):
-                with contextlib.suppress(Unusable), decoding(record):  # its owner sends it to the dead-letter topic
+                with contextlib.suppress(Unusable), decoding(record):  # a worker reports the record as a dead letter
                     self.add(record)
 
     def groups(self, *, ended: bool = False) -> pa.Table:
-        """`GROUPS`: a row per admitted group; with `ended` no group is open."""
+        """Return the table `GROUPS`, a row per admitted group. `ended`: the run has ended, so groups without an outcome are unused."""
         rest = self._rows.rest(ended=ended or self._rows.closed)
         return pa.concat_tables([*self._tables["groups"], rest]).replace_schema_metadata(None)
 
     def stored_groups(self, *, ended: bool = False) -> tuple[list[Path], pa.Table]:
-        """`groups` as the Arrow files that have most rows, and the other rows."""
+        """Return the rows of `groups` as (Arrow files, table of the rows that are in no file)."""
         paths = self._paths["groups"]
         rest = self._rows.rest(ended=ended or self._rows.closed)
         return paths, pa.concat_tables([*self._tables["groups"][len(paths) :], rest]).replace_schema_metadata(None)
 
     def steps(self) -> pa.Table:
-        """`STEPS` and their metrics: a row per committed step."""
+        """Return the table `STEPS`, a row per committed step, with a column per metric."""
         tables = [*self._tables["steps"], steps_table(self._rows.steps)]
         return pa.concat_tables(tables, promote_options="default").replace_schema_metadata(None)
 
@@ -83,7 +87,7 @@ class RunIndex:
         return self._rows.dead_letters
 
     def close(self) -> None:
-        """Write what is final, and let go of the files."""
+        """Write the final rows, and release the files."""
         if self._files:
             self._settle(1)
         for files in self._files.values():
@@ -93,7 +97,7 @@ class RunIndex:
     def _open(self, directory: Path, identity: str, *, write: bool) -> None:
         states = {}
         for name in self._tables:
-            with contextlib.suppress(OSError):  # no folder, or not readable: rows are in memory
+            with contextlib.suppress(OSError):  # without a readable directory, rows are in memory
                 files = Segments(directory / name, identity)
                 if write and files.lock():
                     self._files[name] = files
@@ -101,7 +105,7 @@ class RunIndex:
         rows, groups, steps = self._rows, states.get("groups", {}), states.get("steps", {})
         self._positions = {(f"{self.run}.{topic}", number): offset for topic, number, offset in groups.get("positions", ())}
         rows.closed, rows.steps_from = groups.get("closed", False), steps.get("ledger", 0)
-        # The ledger is read from where the first of the two tables needs it.
+        # Read the ledger from the smaller of the two tables' offsets.
         ledger = self.run + ".ledger", 0
         first = min((groups, steps), key=lambda state: state.get("ledger", 0))
         rows.last_seq, self._positions[ledger] = first.get("seq", -1), first.get("ledger", 0)
@@ -109,7 +113,7 @@ class RunIndex:
             rows.done = IdSet.from_json(groups["done"])
 
     def _settle(self, least: int) -> None:
-        """Move final rows from memory to the files, or to tables, once there are so many."""
+        """Move final rows to the files, or to tables in memory, if there are at least `least`."""
         if self._rows.final() >= least:
             self._append("groups", self._rows.take())
         if len(self._rows.steps) >= least:
@@ -133,7 +137,7 @@ class RunIndex:
         ]
         try:
             files.append(table, state)
-        except OSError:  # the disk is full: the next process writes them
+        except OSError:  # e.g. the disk is full: keep the rows in memory
             self._files.pop(name).close()
             self._tables[name].append(table)
         else:
@@ -141,7 +145,7 @@ class RunIndex:
 
 
 def open_index(log: Log, run: str) -> tuple[RunIndex, bool]:
-    """(the index of a run with all its records, True if the run has ended); that of an archive is in memory only. Raises `LogError`."""
+    """Open a run's index (in memory for an archive) and bring it up to date; return it and True if the run has ended. Raises `LogError`."""
     record = find(log, run)
     ended = record is not None and record.status in ENDED
     folder = None if isinstance(log, ArchivedLog) else index_folder(run)

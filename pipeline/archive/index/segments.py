@@ -1,7 +1,7 @@
-"""Tables in files that are appended to, each complete or absent: Arrow IPC that is mapped into memory, or Parquet.
+"""An append-only table in a directory: memory-mapped Arrow files or Parquet files, each written atomically.
 
-A file is named by the numbers of its first and last segment; its metadata have the offsets to continue from. So a kill loses nothing that
-is not read again. `MERGED` files of similar size become one.
+The name of a file has the numbers of its first and last segment, and its metadata the offsets to continue from: after a kill, later records
+are read again. `MERGED` files of similar size are merged to one.
 """
 
 import contextlib
@@ -29,15 +29,14 @@ from penstock.topics.groups import GroupAssembler
 from penstock.topics.wire.errors import Unusable
 
 FOLDER = "index"
-"""Of the files, in the run's folder."""
 FORMAT = 2
 ROWS = 256
-"""Least rows of a file, but of the last one."""
+"""Smallest number of rows per file, except the last one."""
 MERGED = 16
 MERGED_BYTES = 256 << 20
-"""Most bytes of the files that become one."""
+"""Largest total size of files that are merged."""
 GRACE_S = 600.0
-"""Files that a merge has replaced are removed after this time: a query may have their names."""
+"""Merged files are deleted after this time, because a running query may still read them."""
 _NAME = re.compile(r"(\d{10})-(\d{10})\.(arrow|parquet)")
 _STATE = b"penstock.index"
 
@@ -47,15 +46,15 @@ class _File(NamedTuple):
     last: int
     path: Path
     table: pa.Table
-    """Of Parquet the schema alone."""
+    """Rows of an Arrow file; for Parquet an empty table with its schema."""
     rows: int
 
 
 class Segments:
-    """The files of one table. Raises `OSError`."""
+    """The files of one table. Methods raise `OSError`."""
 
     def __init__(self, directory: Path, identity: str | None, *, parquet: bool = False) -> None:
-        """`identity` names what the table is made of: files of another one do not count, unless it is None."""
+        """Open the files in `directory` that were written with the same `identity`; with any identity if None."""
         self.directory, self._identity, self._suffix = directory, identity, "parquet" if parquet else "arrow"
         self._lock: int | None = None
         self._files = self._read()
@@ -71,11 +70,11 @@ class Segments:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the last file was written with; {} without a file."""
+        """The `state` that the last file was written with; empty if there is no file."""
         return _state(self._files[-1].table) if self._files else {}
 
     def lock(self) -> bool:
-        """Become the only writer until `close`; False if another process is."""
+        """Become the only writer until `close`; return False if another process is the writer."""
         if self._lock is None:
             self.directory.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.directory / ".lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -89,7 +88,7 @@ class Segments:
         return True
 
     def append(self, table: pa.Table, state: Mapping[str, Any]) -> None:
-        """Write a file; `state` is read back after a restart. Only with the lock."""
+        """Write the rows as a new file with the metadata `state`, and merge files if there are enough. Call `lock` first."""
         first = self._files[-1].last + 1 if self._files else 0
         self._files.append(self._write(first, first, table, state))
         while len(parts := self._files[-MERGED:]) == MERGED and len({_level(part.rows) for part in parts}) == 1:
@@ -114,7 +113,7 @@ class Segments:
         table = table.replace_schema_metadata({_STATE: about.encode()})
         with open(part, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             if self._suffix == "parquet":
-                import pyarrow.parquet as pq  # which is not needed to read the index
+                import pyarrow.parquet as pq  # imported late, because reading the index does not need it
 
                 pq.write_table(table, file, compression="zstd")
             else:
@@ -124,7 +123,7 @@ class Segments:
         return _File(first, last, path, *_opened(path))
 
     def _read(self) -> list[_File]:
-        """The files without those that a merge has replaced."""
+        """Open the files in order, without those that a merge has replaced and those after a gap or of another identity."""
         while self.directory.is_dir():
             names = [match for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))]
             numbers = sorted(((int(match[1]), int(match[2]), match[0]) for match in names), key=lambda name: (name[0], -name[1]))
@@ -140,7 +139,7 @@ class Segments:
                     files.append(file)
                 return files
             except OSError as error:
-                if error.errno != errno.ENOENT:  # otherwise its writer has merged it meanwhile
+                if error.errno != errno.ENOENT:  # a missing file was merged by the writer: list the files again
                     raise
         return []
 
@@ -149,7 +148,7 @@ class Segments:
         return state.get("format") == FORMAT and self._identity in (None, state.get("identity"))
 
     def _clear(self) -> None:
-        """Remove unfinished files, those of another identity, and those that a merge replaced so long ago that no query reads them."""
+        """Delete unfinished files, files of another identity, and files that a merge replaced more than `GRACE_S` ago."""
         names, now_s = {file.path.name for file in self._files}, time.time()
         recent = [(file.first, file.last) for file in self._files if now_s - file.path.stat().st_mtime < GRACE_S]
         for path in self.directory.iterdir():
@@ -162,7 +161,7 @@ class Segments:
 
 
 def _opened(path: Path) -> tuple[pa.Table, int]:
-    """(a file's rows, which stay on disk until they are read; their number)."""
+    """Open a file; return its rows (memory-mapped; for Parquet none, with the schema) and their number."""
     try:
         if path.suffix == ".parquet":
             import pyarrow.parquet as pq
@@ -171,7 +170,7 @@ def _opened(path: Path) -> tuple[pa.Table, int]:
             return pa.Table.from_batches([], schema=about.schema.to_arrow_schema()), about.num_rows
         table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
         return table, len(table)
-    except pa.ArrowInvalid:  # not one that this module wrote
+    except pa.ArrowInvalid:  # not a file of this module
         return pa.Table.from_batches([], schema=pa.schema([])), 0
 
 
@@ -210,13 +209,13 @@ def index_folder(run: str) -> Path | None:
 
 
 GROUPS = 1024
-"""Groups of a file, but of the last one."""
+"""Smallest number of groups per file, except the last one."""
 _SKEW_MS = 600_000
-"""The times of records come from the clocks of several machines."""
+"""Allowed difference between the clocks of the machines that write records."""
 
 
 class SampleCopy:
-    """The samples of one run with an outcome, in files as far as this process may write them; the others in memory."""
+    """Samples of the groups of one run that have an outcome: in files if this process may write them, else in memory."""
 
     def __init__(self, log: Log, run: str, *, directory: Path | None) -> None:
         record = find(log, run)
@@ -235,9 +234,9 @@ class SampleCopy:
         return [] if self._files is None else self._files.paths
 
     def catch_up(self, waiting: Collection[int], *, since_ms: int) -> pa.Table:
-        """Read on to the current ends, and return the rows that are in no file.
+        """Read `groups` to the current end, and return the rows that are in no file.
 
-        `waiting` are groups without scored samples, of which the oldest was admitted at `since_ms`: their samples come from `rollouts`.
+        `waiting` are groups without an outcome, the oldest admitted at `since_ms`; their samples are read from `rollouts` and returned too.
         """
         reader, assembler, advantages = RunReader(self.log, self.run), GroupAssembler(), Advantages(self._config, trust_code=False)
         writable, waiting = self._open(), set(waiting)
@@ -254,7 +253,7 @@ class SampleCopy:
                 _, group = groups.read(parts, run=self.run)
                 self._done.add(group.group)
                 if group.samples:
-                    waiting.discard(group.group)  # it was scored after the caller had read the index
+                    waiting.discard(group.group)  # scored after the caller read the index
                 rows.append(sample_rows(group, [groups.CODEC.batch(part.value) for part in parts], advantages.of(group).tolist()))
             if len(rows) >= GROUPS and not any(assembler.held()):
                 self._keep(rows, reached, writable=writable)
@@ -268,7 +267,7 @@ class SampleCopy:
         return pa.concat_tables([_EMPTY, *self._tables, *rows, *late])
 
     def _open(self) -> bool:
-        """Continue after the files; True if this process may write more."""
+        """Continue after the rows in the files; return True if this process may append files."""
         if self._files is None:
             return False
         writable = False

@@ -17,7 +17,7 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline.archive.database import Limits, prepare
 from penstock.pipeline.archive.index.queries import Filters
 from penstock.pipeline.archive.index.segments import partition_of
-from penstock.pipeline.archive.sql import FORMATS, LiveTables, as_file, question, views
+from penstock.pipeline.archive.sql import FORMATS, LiveTables, as_file, prepare_query, views
 from penstock.pipeline.cli.ui.store import PayloadFilter, Runs, WatchedRun
 from penstock.pipeline.inspect.explain import as_json
 from penstock.pipeline.inspect.explain.text import as_page
@@ -50,7 +50,6 @@ class Address(NamedTuple):
 
     @property
     def watched(self) -> WatchedRun:
-        """The run."""
         return self.runs[self.run]
 
 
@@ -128,7 +127,6 @@ def _range(query: QueryParams, name: str) -> tuple[float, float] | None:
 
 
 def _filters(query: QueryParams) -> tuple[Filters, PayloadFilter]:
-    """The conditions of an address."""
     where = Filters(
         statuses=tuple(filter(None, query.getlist("status"))),
         reward=_range(query, "reward"),
@@ -174,7 +172,6 @@ def download(address: Address, questions: threading.BoundedSemaphore, gone: Call
 
 
 def detail(address: Address) -> dict[str, Any]:
-    """Texts and tokens of a group."""
     sample = address.query.get("sample", "")
     return address.watched.detail(address.group, sample=int(sample) if sample.isdecimal() else None)
 
@@ -234,9 +231,9 @@ def _result(runs: Runs, name: str, sql_text: str, questions: threading.BoundedSe
     if not questions.acquire(blocking=False):
         raise ValueError("other queries are being computed: repeat this one when they have their results")
     try:
-        return question(LiveTables(cast(KafkaLog, runs.log), name), sql_text).result(limits)
+        return prepare_query(LiveTables(cast(KafkaLog, runs.log), name), sql_text).result(limits)
     finally:
-        prepare()  # the next question finds a process that has loaded its libraries
+        prepare()  # starts the process of the next query, which loads its libraries meanwhile
         questions.release()
 
 
@@ -295,7 +292,6 @@ def topic(address: Address) -> Page:
 
 
 def config(address: Address) -> Page:
-    """The effective configuration."""
     return "config.html", {**frame(address), "config": config_rows(address.watched.update())}
 
 
@@ -344,7 +340,6 @@ def _positions(view: RunView, by: str) -> dict[int, float]:
 
 
 def _compared(views_: Mapping[str, RunView], by: str) -> Iterator[dict[str, Any]]:
-    """Charts with a curve for each run."""
     if by not in AXES:
         raise ConfigError(f"x={by}: expected one of {', '.join(AXES)}")
     positions = {name: _positions(view, by) for name, view in views_.items()}

@@ -85,7 +85,6 @@ class Server:
         self._server.should_exit = True
 
     def server_close(self) -> None:
-        """Stop listening and reading."""
         self._socket.close()
         self.runs.close()
 
@@ -200,7 +199,6 @@ class AsciiJson(JSONResponse):
     """JSON as browsers read it: no NaN, no characters that UTF-8 cannot have, and none that would start markup."""
 
     def render(self, content: Any) -> bytes:
-        """The body of the response."""
         return json.dumps(finite(content), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").encode()
 
 

@@ -64,7 +64,6 @@ class PayloadFilter(NamedTuple):
     text: str = ""
 
     def fits(self, group: Group) -> bool:
-        """True if a sample passes."""
         text = self.text.lower()
         return any(
             (not self.finish or sample.rollout.finish == self.finish)
@@ -187,7 +186,6 @@ class WatchedRun:
         return {number: positions[number] for number in numbers if number in positions}
 
     def groups(self) -> GroupList:
-        """All groups, from the run's index."""
         with self.lock:
             view = self.update()
             if self._list is None or self._list[0] != view.moved_ms:
@@ -196,7 +194,6 @@ class WatchedRun:
             return self._list[1]
 
     def _indexed(self) -> RunIndex:
-        """The run's index with all records so far."""
         if self._index is None:
             created_ns = self.view.record.created_ns if self.view.record else 0
             self._index = RunIndex(self.run, directory=index_folder(self.run), created_ns=created_ns)
@@ -260,7 +257,6 @@ class WatchedRun:
 
 
 def _rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of the index as the list shows them."""
     prompts = sorted({row["prompt"] for row in rows})
     return [
         {
@@ -330,7 +326,6 @@ class Summary(NamedTuple):
     status: str
     reward: float | None
     curve: list[float | None]
-    """Mean reward by version."""
     solved: list[float | None]
     """Greedy accuracy on held-out data by evaluation."""
 

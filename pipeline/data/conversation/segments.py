@@ -41,7 +41,7 @@ class Segment:
     """One sequence to train, of L tokens."""
 
     token_ids: Int32s
-    """[L]"""
+    """[L] token ids."""
     mask: npt.NDArray[np.bool_]
     """[L] True on tokens generated in this segment. Over all segments, each generated token is True exactly once."""
     logprobs: Float32s
@@ -49,7 +49,7 @@ class Segment:
     versions: Int32s
     """[L] policy version; an input token has the version of the next generated one."""
     parts: tuple[Part, ...]
-    """From 0 to L without gaps."""
+    """Parts of the sequence, from token 0 to L without gaps."""
 
     @property
     def prompt(self) -> int:
@@ -63,7 +63,7 @@ class Context:
     number: int
     """0, 1, ... in the order of creation."""
     token_ids: Int32s
-    """[L] the engine's prompt."""
+    """[L] token ids of the engine's prompt."""
     history: bytes = field(repr=False)
     parent: "_Turn | None" = field(repr=False)
     prefix_tokens: int = 0

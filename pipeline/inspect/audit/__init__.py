@@ -1,4 +1,4 @@
-"""`penstock audit`: recomputes from the log alone what a run promises.
+"""`penstock audit`: verifies the promises of a run from its log alone.
 
-It imports `topics` only and reads with another Kafka client, so that it shares no error with what it checks.
+It imports only `topics` and reads with another Kafka client, so that it shares no error with the code that it checks.
 """

@@ -9,7 +9,7 @@ from penstock.topics.wire.record import RecordId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """A broken promise and the record that shows it."""
+    """A broken promise, and the record that proves it."""
 
     text: str
     group: int | None = None
@@ -22,7 +22,6 @@ Rule = Callable[[Facts], Iterator[Violation]]
 PROMPTS = "SELECT count(*) FROM lifecycles WHERE slot IS NOT NULL"
 SAMPLES = "SELECT count(*) FROM samples"
 COUNTED = "SELECT coalesce(sum(json_array_length(numbers)), 0) FROM outcomes"
-"""Samples in outcomes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +31,13 @@ class Check:
     name: str
     promise: str
     counts: str
-    """Noun for what was examined, in the plural."""
+    """Plural noun for the things that were examined."""
     examined: Callable[[Facts], int]
     rule: Rule
 
 
 def check(name: str, promise: str, **counted: Callable[[Facts], int] | str) -> Callable[[Rule], Check]:
-    """Decorator that makes a check of a rule; `counted` is `noun=count`, the noun with _ for a space, the count a function or SQL.
+    """Decorator that turns a generator of violations into a check. `counted` is `noun=count`: what is examined, and a function or SQL.
 
     Example:
         @check("plans", "offsets and SHA-256 of plans exist and match their groups", groups=_planned)

@@ -1,7 +1,7 @@
-"""Recomputes weight digests from chunks: one pass through the topic `weights`, one version at a time on disk.
+"""Recomputes weight digests from chunks in one pass through the topic `weights`, with one version at a time on disk.
 
-A digest is BLAKE3 (SHA-256 without a prefix) over name, type, shape, size and bytes of each tensor in name order; chunk boundaries do
-not matter.
+A digest is over name, type, shape, size and bytes of each tensor, sorted by name, independent of chunk boundaries: BLAKE3 if it has the
+prefix `blake3:`, else SHA-256.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from penstock.topics.wire import errors
 from penstock.topics.wire.record import Record, RecordId
 
 NOT_NUMPY = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-"""Bytes of the element types that numpy does not know."""
+"""Element types that numpy lacks -> size in bytes."""
 TREE = "blake3:"
 """Prefix of a BLAKE3 digest."""
 
@@ -34,7 +34,7 @@ Refuse = Callable[[Record, str, str], None]
 
 
 def verify_versions(source: Source, facts: Facts, *, note: Note, refuse: Refuse) -> None:
-    """Read every chunk partition to its end and recompute the digest of each version."""
+    """Recompute the digest of each version, and read every chunk partition to its end."""
     latest = LatestVersion()
     cursors = {partition: Cursor(source, partition, facts, note, refuse) for partition in source.partitions("weights") if partition}
     for fact in sorted(facts.first_manifests().values(), key=lambda manifest: manifest.where.offset):
@@ -44,7 +44,7 @@ def verify_versions(source: Source, facts: Facts, *, note: Note, refuse: Refuse)
 
 
 class Cursor:
-    """Reader of one chunk partition; every record read becomes a fact."""
+    """Forward reader of one chunk partition; adds a fact for every record."""
 
     def __init__(self, source: Source, partition: int, facts: Facts, note: Note, refuse: Refuse) -> None:
         self._records = source.read("weights", [partition])
@@ -52,13 +52,12 @@ class Cursor:
         self._last: tuple[int, memoryview | bytes | None] = (-1, None)
 
     def at(self, offset: int) -> memoryview | bytes | None:
-        """The data of the chunk at an offset; None if there is no chunk or it was already read past."""
+        """Return the data of the chunk at an offset; None if there is no chunk or the reader is already past it."""
         while self._last[0] < offset and self._step():
             pass
         return self._last[1] if self._last[0] == offset else None
 
     def to_end(self) -> None:
-        """Read the remaining records."""
         while self._step():
             pass
 
@@ -79,15 +78,15 @@ class Cursor:
 
 
 class LatestVersion:
-    """Weights of the last verified version in a temporary file; base for the next delta."""
+    """Weights of the last verified version, in a temporary file; the base of the next delta."""
 
     def __init__(self) -> None:
         self.version: int | None = None
         self.layout: Manifest | None = None
-        """The manifest that lists its tensors."""
+        """Manifest that lists the tensors."""
         self.data = memoryview(b"")
         self.origin: memoryview | None = None
-        """Version 0 in a file of its own; set when the first adapter version is recomputed."""
+        """Weights of version 0 in a separate file; set when the first adapter version is recomputed."""
 
     def allocate(self, manifest: Manifest) -> None:
         """Allocate space for a full snapshot."""
@@ -96,13 +95,13 @@ class LatestVersion:
             self.data = _mapped_file(manifest.nbytes)
 
     def lacks_base(self, manifest: Manifest) -> bool:
-        """True if the base of a delta or adapter was deleted, or is invalid and was reported as such."""
+        """True if the base of a delta or adapter was deleted, or is invalid and was reported."""
         if manifest.encoding == "adapter":
             return self.version != 0 and self.origin is None
         return manifest.encoding == "delta" and self.version != manifest.base_version
 
     def recompute(self, manifest: Manifest, pieces: Iterator[memoryview]) -> str:
-        """The digest of a full snapshot, of a delta on the latest version, or of an adapter on version 0. Raises `ValueError`."""
+        """Apply a full snapshot, a delta on the latest version or an adapter on version 0, and return its digest. Raises `ValueError`."""
         if manifest.encoding == "delta":
             assert self.version == manifest.base_version
             self.version = None
@@ -119,7 +118,7 @@ class LatestVersion:
             start = 0
             for piece in pieces:
                 if start + len(piece) > len(self.data):
-                    raise ValueError("the chunks hold more bytes than the manifest lists")
+                    raise ValueError("the chunks have more bytes than the manifest lists")
                 self.data[start : start + len(piece)] = piece
                 start += len(piece)
         assert self.layout is not None
@@ -129,7 +128,7 @@ class LatestVersion:
 
 
 def _mapped_file(nbytes: int) -> memoryview:
-    """Memory backed by an unnamed temporary file."""
+    """Return memory backed by an unnamed temporary file."""
     with tempfile.TemporaryFile() as file:
         file.truncate(max(1, nbytes))
         return memoryview(mmap.mmap(file.fileno(), 0))[:nbytes]
@@ -149,12 +148,12 @@ def _pieces(positions: Sequence[tuple[int, int]], cursors: dict[int, Cursor]) ->
     for partition, offset in positions:
         data = cursors[partition].at(offset) if partition in cursors else None
         if data is None:
-            raise ValueError(f"no readable chunk in order at weights/{partition}/{offset}")
+            raise ValueError(f"weights/{partition}/{offset} is not a readable chunk in ascending order")
         yield memoryview(data)
 
 
 def digest(manifest: Manifest, pieces: Iterator[memoryview], *, tree: bool) -> str:
-    """The digest of tensors from their concatenated bytes, by BLAKE3 if `tree`. Raises `ValueError` for too many or too few bytes."""
+    """Compute the digest of tensors from their concatenated bytes: BLAKE3 if `tree`, else SHA-256. Raises `ValueError` for a wrong size."""
     hasher, piece = blake3(max_threads=blake3.AUTO) if tree else hashlib.sha256(), memoryview(b"")
     for name, dtype, shape in sorted(zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)):
         size = math.prod(shape) * _item_bytes(dtype)
@@ -162,11 +161,11 @@ def digest(manifest: Manifest, pieces: Iterator[memoryview], *, tree: bool) -> s
         while size:
             piece = piece or next(pieces, memoryview(b""))
             if not piece:
-                raise ValueError(f"the chunks end {size} bytes before tensor {name!r} does")
+                raise ValueError(f"the chunks lack {size} bytes of tensor {name!r}")
             hasher.update(piece[:size])
             size, piece = size - len(piece[:size]), piece[size:]
     if piece or next(pieces, None) is not None:
-        raise ValueError("the chunks hold more bytes than the tensors")
+        raise ValueError("the chunks have more bytes than the tensors")
     return f"{TREE if tree else ''}{hasher.hexdigest()}"
 
 
@@ -178,21 +177,21 @@ def _item_bytes(dtype: str) -> int:
 
 
 class TopicDigests:
-    """SHA-256 over the records of each archived partition: offset, timestamp, key, headers and payload.
+    """SHA-256 over offset, timestamp, key, headers and payload of all records of each partition.
 
-    A partition is named TOPIC/NUMBER. With `spans`, first and end offset by partition, only the records in these are digested.
+    A partition is named TOPIC/NUMBER. `spans` limits the digest of a partition to the records from a first to before an end offset.
     """
 
     def __init__(self, spans: Mapping[str, tuple[int, int]] | None = None) -> None:
         self._spans = spans
         self._hashes: dict[str, Any] = {}
         self._seen: dict[str, tuple[int, int, int]] = {}
-        """Partition -> its first offset, the offset after its last, and the number of records."""
+        """Partition -> (first offset, offset after the last record, number of records)."""
         self.later = Counter[str]()
         """Partition -> number of records after its span."""
 
     def add(self, where: RecordId, record: Record) -> None:
-        """Digest the next record of its partition."""
+        """Add the next record of a partition."""
         name, offset = f"{where.topic}/{where.partition}", where.offset
         first, end = (0, offset + 1) if self._spans is None else self._spans.get(name, (0, 0))
         if where.topic not in TOPICS or offset < first:
@@ -209,11 +208,11 @@ class TopicDigests:
 
     @property
     def ends(self) -> dict[str, int]:
-        """Partition -> the offset after its last record."""
+        """Partition -> offset after the last record."""
         return {name: end for name, (_, end, _) in self._seen.items()}
 
     def as_table(self) -> dict[str, dict[str, int | str]]:
-        """Partition -> `first` and `end` offset, number of `records`, and their `sha256`; without empty partitions."""
+        """Return partition -> `first` and `end` offset, number of `records`, and `sha256`; empty partitions are left out."""
         return {
             name: {"first": first, "end": end, "records": count, "sha256": self._hashes[name].hexdigest()}
             for name, (first, end, count) in sorted(self._seen.items())

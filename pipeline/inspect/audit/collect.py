@@ -1,4 +1,4 @@
-"""Turns records into facts, topic by topic. An unreadable record is itself a fact; no record ends the audit."""
+"""Reads all records of a run and collects facts about them, topic by topic. An unusable record is a fact too, and not an error."""
 
 import contextlib
 import hashlib
@@ -29,25 +29,27 @@ from penstock.topics.wire import errors
 from penstock.topics.wire.record import RawHeaders, Record, RecordId
 
 RETAINED = ("prompts", "calls", "replies", "rollouts", "groups", "weights", "metrics", "ledger", "dead-letters")
-"""Topics in which deleted records are distinguished from lost ones."""
+"""Topics in which records deleted by retention are distinguished from lost records."""
 REGRADE = "regrade:"
-"""Before the parent run in the scorer's name of a regraded group."""
+"""Prefix of the scorer's name in regraded groups; the parent run follows."""
 COMPLETE = {"ledger": "the final status of the run's groups", "dead-letters": "the unusable records"}
-"""Topics that an audit needs from offset 0 -> what their records hold."""
+"""Topics that an audit needs from offset 0 -> content of their records."""
 
 
 def empty_facts(source: Source) -> Facts:
-    """Facts with the run's terms, from its registration or else from the ledger's first entry. Raises `Unreadable`."""
+    """Return facts with only the run's configuration, from its registration or the first ledger entry. Raises `Unreadable`."""
     start_offsets = {
         (topic, partition): source.start_offset(topic, partition) for topic in RETAINED for partition in source.partitions(topic)
     }
     for topic, content in COMPLETE.items():
         if first := start_offsets.get((topic, 0), 0):
-            raise Unreadable(f"{source.run}.{topic}/0: the records at offsets 0 to {first - 1} were deleted; they held {content}")
+            raise Unreadable(
+                f"{source.run} cannot be audited: offsets 0 to {first - 1} of {source.run}.{topic}/0 were deleted, which had {content}"
+            )
     config_and_info: tuple[dict[str, Any], dict[str, Any]] | None = None
     registered, own = _run_records(source, RUNS_TOPIC), _run_records(source, "run")
     status = registered[-1].status if registered else None
-    # Only earlier releases wrote the configuration to the topic that all runs share.
+    # Earlier releases wrote the configuration to the topic that all runs share.
     for created in own[-1:] or [record for record in registered[-1:] if record.config != runs.NOTHING]:
         config_and_info = as_object(created.config), as_object(created.info)
     for record in () if config_and_info else source.read("ledger"):
@@ -60,7 +62,7 @@ def empty_facts(source: Source) -> Facts:
             config_and_info = details.get("config", {}), details.get("info", {})
             break
     if config_and_info is None:
-        raise Unreadable(f"neither the register of runs nor the ledger has the configuration of run {source.run}")
+        raise Unreadable(f"run {source.run} cannot be audited: neither its registration nor its ledger has the configuration")
     config, info = config_and_info
     return Facts(
         run=source.run,
@@ -73,7 +75,7 @@ def empty_facts(source: Source) -> Facts:
 
 
 def _run_records(source: Source, topic: str) -> list[runs.RunRecord]:
-    """The usable registration records of the run in a topic."""
+    """Return the usable registration records of the run in a topic."""
     records = []
     for record in source.read(topic):
         if record.key == source.run.encode():
@@ -83,12 +85,12 @@ def _run_records(source: Source, topic: str) -> list[runs.RunRecord]:
 
 
 ORDER = ("dead-letters", RUNS_TOPIC, "run", "metrics", "ledger", "prompts", "calls", "replies", "rollouts", "groups")
-"""Dead letters first, so that the bytes of each record they name are hashed when it is read. Prompts before samples, samples before
-outcomes, so that only hashes are stored for the comparison."""
+"""Order in which topics are read: dead letters first, so that records they name can be hashed while reading; prompts before samples, and
+samples before outcomes, so that hashes suffice to compare them."""
 
 
 def collect(source: Source, digests: TopicDigests | None = None) -> Facts:
-    """Read a whole run, and add every record to `digests`; raises `Unreadable`."""
+    """Read all records of a run and return the facts; also add every record to `digests`. Raises `Unreadable`."""
     collector = Collector(empty_facts(source), digests)
     for topic in ORDER:
         for record in source.read(topic):
@@ -102,20 +104,19 @@ def collect(source: Source, digests: TopicDigests | None = None) -> Facts:
 
 
 class Collector:
-    """Accumulates facts, and groups whose parts are not all read yet."""
+    """Collects facts record by record, and buffers the parts of groups until they are complete."""
 
     def __init__(self, facts: Facts, digests: TopicDigests | None = None) -> None:
         self.facts, self._digests = facts, digests
         self._named: dict[RecordId, str] = {}
-        """Records with a dead letter -> its kind."""
+        """Record named by a dead letter -> kind of the dead letter."""
         self._parts: dict[tuple[int, int, str], list[Record]] = {}
         self._prompt_ids: dict[int, Any] = {}
-        """Group -> the tokens of its prompt, if turns are compared with replies."""
+        """Group -> token ids of its prompt; only if turns are compared with replies."""
         self._first_bodies: dict[tuple[str, int], bytes] = {}
-        """Topic and number -> hash of its first record."""
+        """(topic, number) -> hash of the first record with this number."""
 
     def take(self, record: Record, topic: str) -> None:
-        """Add one record of a topic."""
         where = self.note(record)
         fold = _FOLDS.get(topic)
         if fold is not None:
@@ -125,7 +126,7 @@ class Collector:
                 self.refuse(record, error.kind, str(error))
 
     def note(self, record: Record) -> RecordId:
-        """Count a record; store the hash of its bytes if it has a dead letter."""
+        """Count a record, and store its hash if a dead letter names it. Return its id."""
         where = RecordId(plain(record.topic, self.facts.run), record.partition, record.offset)
         self.facts.counts[where.topic] = self.facts.counts.get(where.topic, 0) + 1
         if self._digests is not None:
@@ -135,22 +136,21 @@ class Collector:
         return where
 
     def refuse(self, record: Record, kind: str, reason: str) -> None:
-        """Add an unusable record."""
         where = RecordId(plain(record.topic, self.facts.run), record.partition, record.offset)
         self.facts.unusable.append(Unusable(where, kind, reason, *self._claims(record, where.topic)))
 
     def end_of_groups(self) -> None:
-        """Add the parts of incomplete groups as unusable."""
+        """Add the buffered parts of incomplete groups as unusable records."""
         for records in self._parts.values():
             if self.facts.deleted(RecordId("groups", records[0].partition, records[0].offset)):
-                continue  # later parts may have been deleted too
+                continue  # retention may have deleted other parts too
             headers = groups.check(records[0], run=self.facts.run)
             problem = f"only {len(records)} of the {headers.parts} parts of group {headers.group} are in the log"
             for record in records:
                 self.refuse(record, INCOMPLETE, problem)
 
     def _claims(self, record: Record, topic: str) -> tuple[int | None, tuple[int, ...]]:
-        """The record's group and, in `rollouts`, the numbers of its samples; (None, ()) if its headers are invalid."""
+        """Return the record's group and, in `rollouts`, its sample numbers, according to the headers; (None, ()) if these are invalid."""
         check = {"prompts": prompts.check, "rollouts": rollouts.check, "groups": groups.check}.get(topic)
         try:
             headers = check(record, run=self.facts.run) if check else None
@@ -181,7 +181,7 @@ class Collector:
         samples = rollouts.read_all(record, run=self.facts.run)[1]
         started = self.facts.terms.samples_per_prompt + self.facts.terms.oversample
         if samples[-1].sample >= started:
-            raise errors.Unusable(f"sample {samples[-1].sample} where a group has {started}", kind="mismatch")
+            raise errors.Unusable(f"sample {samples[-1].sample} is too high: a group has {started} samples", kind="mismatch")
         for rollout in samples:
             self._sample(rollout, where, record.timestamp_ms)
 
@@ -199,11 +199,11 @@ class Collector:
                 self._insert("turns", rollout.group, rollout.sample, turn, *sampled, *where[1:])
 
     def _insert(self, table: str, *values: object) -> bool:
-        """Add a row; False if its primary key is not new."""
+        """Add a row to a table; return False if the primary key exists."""
         return bool(self.facts.tables.execute(f"INSERT OR IGNORE INTO {table} VALUES ({','.join('?' * len(values))})", values).rowcount)
 
     def _repeats_group(self, table: str, group: int, where: RecordId, body: bytes) -> bool:
-        """True if this record is identical to its group's first one in its partition; counts it."""
+        """Return True, and count a repetition, if the record is identical to the first one of its group in this partition."""
         query = f"SELECT body FROM {table} WHERE group_id = ? AND partition = ? ORDER BY rowid"
         repeats = bool(self.facts.value(query, group, where.partition) == body)
         self._count_repeats(where.topic, repeats)
@@ -251,7 +251,7 @@ class Collector:
             self._insert("outcomes", group.group, *where[1:], group.outcome, *hashes, oldest, *self._outcome_samples(group, where), parent)
 
     def _outcome_samples(self, group: groups.Group, where: RecordId) -> Iterator[str]:
-        """JSON lists of the samples that an outcome holds, has to hold, that are missing in `rollouts`, and that differ from it."""
+        """Yield JSON lists of the samples in an outcome: actual, expected, missing in `rollouts`, different from `rollouts`."""
         count, partition = self.facts.terms.samples_per_prompt, "SELECT partition FROM prompts WHERE group_id = ?1 ORDER BY rowid LIMIT 1"
         query = f"""
             SELECT sample, body FROM samples WHERE group_id = ?1 AND partition = coalesce(({partition}), ?2) AND kind = 'first'
@@ -284,7 +284,7 @@ class Collector:
             self.facts.manifests.append(ManifestFact(where, manifest))
 
     def _check_foreign(self, where: RecordId) -> None:
-        """Raise `Unusable` for an entry or manifest after a gap, which its readers have dead-lettered."""
+        """Raise `Unusable` for an entry or manifest that readers have dead-lettered because it follows a gap."""
         if self._named.get(where) == "mismatch":
             raise errors.Unusable("dead-lettered because it follows a gap", kind="mismatch")
 
@@ -305,7 +305,7 @@ class Collector:
             self.facts.anchors = [*(other for other in self.facts.anchors if other.steps > anchor.steps), anchor]
 
     def _repeats(self, topic: str, number: int, value: bytes) -> bool:
-        """True if this record is identical to the first one of its number; counts it."""
+        """Return True, and count a repetition, if the record is identical to the first one with this number."""
         key, body = (topic, number), hash_of(value)
         if key not in self._first_bodies:
             self._first_bodies[key] = body
@@ -333,7 +333,7 @@ _FOLDS: dict[str, Callable[[Collector, Record, RecordId], None]] = {
 
 
 def _digest(sha256: str) -> bytes:
-    """The bytes of a digest; zeros if a plan has none."""
+    """Convert a hexadecimal digest to bytes; zeros if it is empty."""
     with contextlib.suppress(ValueError):
         if len(digest := bytes.fromhex(sha256)) == 32:
             return digest
@@ -341,11 +341,11 @@ def _digest(sha256: str) -> bytes:
 
 
 GROUP_BYTES = 8
-"""Bytes of the hash of a prompt or sample: two different ones are equal once in 2^64 comparisons."""
+"""Length of the hash of a prompt or sample. Two different ones collide with a probability of 2^-64."""
 
 
 def body_of(key: bytes | None, headers: RawHeaders, value: bytes) -> bytes:
-    """Hash of a record's key, headers and value; an absent header and one without a value differ."""
+    """Hash a record's key, headers and value. A missing header and one without a value give different hashes."""
     digest = hashlib.blake2b(digest_size=16)
     for name, text in (("", key), *headers):
         digest.update(f"{len(name)}:{name};{-1 if text is None else len(text)}:".encode("utf-8", "surrogatepass"))
@@ -378,7 +378,7 @@ def sample_hash(rollout: Rollout) -> bytes:
 
 
 def prompt_hash(of: prompts.Prompt | groups.Group, token_ids: Any) -> bytes:
-    """Hash of the fields that a group's outcome repeats of its prompt."""
+    """Hash the fields that an outcome has in common with its prompt."""
     numbers = (of.group, of.slot, of.min_version, of.samples_per_prompt, of.epoch, of.row, of.created_ns)
     return hash_of(repr((numbers, of.prompt, of.columns)).encode() + np.asarray(token_ids, np.int32).tobytes())
 
@@ -391,14 +391,14 @@ class SampledTurn(NamedTuple):
     """Digests of a turn's context and tokens."""
 
     context: str
-    """SHA-256, as calls and replies name it."""
+    """SHA-256 of the context's token ids, as in calls and replies."""
     tokens: bytes
 
 
 def sampled_turns(rollout: Rollout, prompt_ids: Any) -> tuple[SampledTurn, ...]:
-    """The policy's turns of a trajectory; empty for a single completion.
+    """Return the policy's turns of a trajectory; empty for a single completion.
 
-    The context of a turn is its segment before it, after the group's prompt if the segment starts with that.
+    The context of a turn is the part of its segment before it, preceded by the group's prompt if the segment starts with the prompt.
     """
     sampled = []
     bounds = [(start, end, prompt) for start, end, prompt in rollout.segments or ()]

@@ -1,10 +1,10 @@
-"""Facts about the records of a run: numbers and hashes, no payloads.
+"""Facts about the records of a run that the audit checks: numbers and hashes, no payloads.
 
-Facts of groups and samples are in SQL tables in a temporary file: memory grows with steps and versions only. `rowid` is the order of
-arrival; the first record of a group or sample counts.
+Facts about groups and samples are in SQL tables in a temporary file, so that memory grows only with steps and versions. `rowid` is the
+order of reading; the first record of a group or sample counts.
 
-Anchors are evidence of committed steps outside the ledger: measurements, checkpoints and `metrics.jsonl`. A ledger that has lost its last
-entries looks complete; records and files written after those entries show that they existed.
+Anchors are evidence of committed steps outside the ledger: measurements, checkpoints and `metrics.jsonl`. They reveal a ledger that has
+lost its last entries, which otherwise looks complete.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ ANY = sys.maxsize
 DROPPED = """
     (coalesce(outcome IN ('filtered', 'failed', 'abandoned'), 0) OR (step IS NULL AND outcome IS NULL AND outcome_deleted))
 """
-"""Condition on a row of `lifecycles`: the group has an outcome that drops it, or may have had one that retention deleted."""
+"""SQL condition on a row of `lifecycles`: the group was dropped, or may have been if retention deleted its outcome."""
 INCOMPLETE = "incomplete"
-"""Kind of an unusable record: a part of a group whose other parts are missing."""
+"""Kind of an unusable record that is part of a group whose other parts are missing."""
 
 
 LAST_BYTES = 1 << 18
-"""Bytes read from the end of `metrics.jsonl`; the newest step is in one of its last lines."""
+"""Number of bytes read from the end of `metrics.jsonl`, which contain its newest step."""
 _CHECKPOINT = re.compile(r"step-\d{8,}")
 
 
@@ -42,19 +42,19 @@ class Anchor(NamedTuple):
 
     name: str
     steps: int
-    """Steps committed when it was written."""
+    """Number of steps committed when the record was written."""
 
 
 def of_folder(directory: Path) -> list[Anchor]:
-    """The anchors in a run's folder; none if the folder does not exist.
+    """Return the anchors in a run's directory; empty if it does not exist.
 
-    Read them before the log: a running run adds anchors that the end of its ledger read earlier does not cover.
+    Call this before reading the log: an active run adds anchors for steps that a ledger read earlier does not have.
     """
     return [*_checkpoints(directory / "checkpoints"), *_points(directory / "metrics.jsonl")]
 
 
 def of_trainer(where: object, values: dict[str, float]) -> Anchor | None:
-    """The anchor in a trainer's measurement; None before its first step."""
+    """Return the anchor in a trainer's measurement; None before the first step."""
     return Anchor(f"the trainer's measurement at {where}", int(values["step"])) if "step" in values else None
 
 
@@ -77,19 +77,16 @@ def _points(path: Path) -> list[Anchor]:
 
 
 class EntryFact(NamedTuple):
-    """An entry of the ledger, without its plan and its metrics."""
+    """A ledger entry without its plan and metrics."""
 
     where: RecordId
     entry: Entry
     planned: int
-    """Number of groups in its plan."""
+    """Number of groups in the step's plan."""
     sha256: str
-    """Digest of its payload."""
 
 
 class ManifestFact(NamedTuple):
-    """A manifest of `weights`."""
-
     where: RecordId
     manifest: Manifest
 
@@ -99,7 +96,6 @@ class ChunkFact(NamedTuple):
 
     version: int
     number: int
-    """Index in the version."""
     size: int
     sha256: str
 
@@ -115,27 +111,25 @@ class Recomputed(NamedTuple):
 
 
 class DeadLetterFact(NamedTuple):
-    """A dead letter."""
-
     where: RecordId
     about: RecordId
     kind: str
     worker: str
     time_ns: int
     body: bytes
-    """Hash of the key, headers and value it carries."""
+    """Hash of the key, headers and value of the record in the dead letter."""
 
 
 class Unusable(NamedTuple):
-    """A record that cannot be used."""
+    """A record that cannot be decoded or does not belong to the run."""
 
     where: RecordId
     kind: str
     reason: str
     group: int | None
-    """Group named by its headers, None if they are invalid."""
+    """Group in the headers; None if they are invalid."""
     samples: tuple[int, ...] = ()
-    """Samples named by the headers of a record of `rollouts`; empty if they are invalid."""
+    """Samples in the headers of a record of `rollouts`; empty if they are invalid."""
 
 
 @dataclass(slots=True)
@@ -148,18 +142,18 @@ class WorkerFact:
     host: str | None
     started_ns: int
     first_seq: int
-    """Number of its first measurement; those before it were deleted."""
+    """Sequence number of the first retained measurement."""
     final: int | None = None
-    """Offset of its final measurement; None unless it exited in order."""
+    """Offset of the final measurement; None if the process did not exit normally."""
 
 
 CACHE_KIB = 32 << 10
-"""Memory of the tables; the rest is in the temporary file, which has no name and is deleted with the connection."""
+"""Memory for the tables; the rest is in an unnamed temporary file, which is deleted with the connection."""
 
 SCHEMA = """
 CREATE TABLE prompts (
     group_id INT, partition INT, offset INT, slot INT, min_version INT, samples INT, created_ns INT,
-    prompt_hash BLOB,  -- of the fields that the group's outcome has to repeat
+    prompt_hash BLOB,  -- hash of the fields that the group's outcome has to repeat
     body BLOB          -- hash of the payload
 );
 CREATE INDEX prompts_by_group ON prompts (group_id);
@@ -170,39 +164,39 @@ CREATE INDEX replies_by_context ON replies (group_id, sample, context, tokens);
 CREATE TABLE turns (group_id INT, sample INT, number INT, context TEXT, tokens BLOB, partition INT, offset INT);
 
 CREATE TABLE samples (
-    kind TEXT,  -- first; again: a later record of its number; poison: it crashed its readers
+    kind TEXT,  -- first; again: a later record of the same sample; poison: the record crashed its readers
     group_id INT, partition INT, sample INT, offset INT, version_min INT, version_max INT, timestamp_ms INT, started_ns INT, worker TEXT,
-    body BLOB,    -- hash of all its fields
-    broken TEXT,  -- why its environment ended it
-    flaw TEXT     -- of the turns of its trajectory
+    body BLOB,    -- hash of all fields
+    broken TEXT,  -- error of its environment
+    flaw TEXT     -- what is wrong with the turns of its trajectory
 );
 CREATE INDEX samples_by_group ON samples (group_id, partition, sample);
 
 CREATE TABLE outcomes (
-    group_id INT, partition INT, offset INT,  -- of its first part
+    group_id INT, partition INT, offset INT,  -- of the first part
     outcome TEXT, prompt_hash BLOB,
     body BLOB,        -- SHA-256 recomputed over the payloads of all parts
     version_min INT,  -- oldest version that generated a trained token of any sample
-    numbers TEXT,     -- JSON: the samples it holds
-    expected TEXT,    -- JSON: the samples it has to hold
-    absent TEXT,      -- JSON: those that its prompt's partition lacks
-    differing TEXT,   -- JSON: those that differ from their first record there
-    parent TEXT       -- run that its record names as its parent
+    numbers TEXT,     -- JSON: samples in the outcome
+    expected TEXT,    -- JSON: samples that have to be in the outcome
+    absent TEXT,      -- JSON: samples that are not in the prompt's partition of rollouts
+    differing TEXT,   -- JSON: samples that differ from their first record in rollouts
+    parent TEXT       -- parent run, for a regraded group
 );
 CREATE INDEX outcomes_by_group ON outcomes (group_id);
 CREATE INDEX outcomes_by_offset ON outcomes (partition, offset);
 
 CREATE TABLE decided (
-    kind TEXT,   -- step: in its plan; stale: listed as stale
+    kind TEXT,   -- step: the group is in a plan; stale: it is listed as stale
     entry INT,   -- index of the ledger entry
     seq INT, step INT, group_id INT,
-    partition INT, offset INT, body BLOB  -- of the plan
+    partition INT, offset INT, body BLOB  -- as planned
 );
 CREATE INDEX decided_by_group ON decided (group_id, kind);
 
-CREATE VIEW later_samples AS  -- with the first record of their number
+CREATE VIEW later_samples AS  -- repeated samples, joined with the first record of the same sample
 SELECT s.*, s.rowid AS number, f.offset AS first_offset, f.worker AS first_worker, f.timestamp_ms AS sent_ms, s.body = f.body AS copied,
-    -- Generated although the first was in the log, by clocks: a record's timestamp is its sending time.
+    -- Resampled: generated after the first record was sent (its timestamp), according to the clocks.
     s.body != f.body AND s.started_ns >= (f.timestamp_ms + 1) * 1000000 AS resampled
 FROM samples s JOIN samples f ON (f.group_id, f.partition, f.sample, f.kind) = (s.group_id, s.partition, s.sample, 'first')
 WHERE s.kind = 'again';
@@ -211,15 +205,15 @@ CREATE TABLE measurements (worker TEXT, incarnation TEXT, seq INT, PRIMARY KEY (
 
 CREATE TABLE lifecycles (
     group_id INTEGER PRIMARY KEY,
-    admitted INT,  -- true if its prompt is in the log or may have been deleted
+    admitted INT,  -- true if the prompt is in the log or may have been deleted
     partition INT, offset INT, slot INT, min_version INT, samples INT, created_ns INT, prompt_hash BLOB,
     outcome_partition INT, outcome_offset INT, outcome TEXT, outcome_body BLOB, version_min INT, sample_count INT,
-    outcome_deleted INT,  -- true if its outcome may have been deleted
-    step INT,             -- that trained it
-    stale INT             -- number of the entry that first lists it
+    outcome_deleted INT,  -- true if the outcome may have been deleted
+    step INT,             -- step that was trained on the group
+    stale INT             -- number of the first entry that lists the group as stale
 );
 """
-"""`lifecycles` has a row for each group, from its first prompt, outcome, plan and listing as stale."""
+"""`lifecycles` has a row per group, joined from its first prompt, outcome, plan, and listing as stale."""
 
 LIFECYCLES = """
 WITH RECURSIVE
@@ -247,7 +241,6 @@ ORDER BY 1
 
 
 def connect() -> sqlite3.Connection:
-    """Open empty tables."""
     tables = sqlite3.connect("", isolation_level=None)
     tables.executescript(f"PRAGMA journal_mode = OFF; PRAGMA cache_size = -{CACHE_KIB}; {SCHEMA}")
     tables.execute("BEGIN")
@@ -256,26 +249,25 @@ def connect() -> sqlite3.Connection:
 
 @dataclass
 class Facts:
-    """The facts of one run; lists are in the order of each partition."""
+    """All facts about one run. Lists are in the order of each partition."""
 
     run: str
     terms: Terms
     status: str | None
-    """The run's status in the register of runs; None if it is not registered."""
+    """Status in the topic of all runs; None if the run is not registered."""
     records: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]] = ()
-    """Configuration and info in each record of the topic `run`."""
+    """(configuration, info) of each record of the topic `run`."""
     changes: Sequence[Mapping[str, Any]] = ()
-    """Changes of data and code while the run was stopped: name, digests and time."""
+    """Changes of data and code while the run was stopped: name, digests and time of each."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Records read, by topic."""
     start_offsets: dict[tuple[str, int], int] = field(default_factory=dict)
     """Topic and partition -> first retained offset."""
     tables: sqlite3.Connection = field(default_factory=connect)
-    """Facts of groups and samples."""
+    """In-memory SQL tables with facts about groups and samples."""
     most_sequences: int = 1
-    """Largest number of trained sequences of one sample: segments of a trajectory."""
+    """Largest number of trained sequences of one sample (segments of a trajectory)."""
     entries: list[EntryFact] = field(default_factory=list)
-    """Ledger entries, the first record of each number."""
+    """Ledger entries; of repeated ones the first."""
     manifests: list[ManifestFact] = field(default_factory=list)
     chunks: dict[RecordId, ChunkFact] = field(default_factory=dict)
     recomputed: dict[int, Recomputed] = field(default_factory=dict)
@@ -288,7 +280,7 @@ class Facts:
     anchors: list[Anchor] = field(default_factory=list)
     """Evidence of committed steps outside the ledger."""
     evaluations: dict[str, Measurement] = field(default_factory=dict)
-    """By the SHA-256 of the payload."""
+    """SHA-256 of the payload -> evaluation."""
     workers: dict[tuple[str, str], WorkerFact] = field(default_factory=dict)
     repeats: dict[str, int] = field(default_factory=dict)
     """Topic -> number of records identical to an earlier one."""
@@ -297,11 +289,11 @@ class Facts:
         return self.tables.execute(query, named or values)
 
     def value(self, query: str, *values: object, **named: object) -> Any:
-        """The first column of a query's first row; None if there is no row."""
+        """Return the first column of the first row; None if there is no row."""
         return next(self.rows(query, *values, **named), (None,))[0]
 
     def complete(self) -> None:
-        """Join the facts of each group in `lifecycles`, once all records are read."""
+        """Fill the table `lifecycles`. Call this after reading all records of groups."""
         limits = {
             partition: self._slot_limit(partition, table)
             for topic, table in (("rollouts", "samples"), ("groups", "outcomes"))
@@ -315,10 +307,10 @@ class Facts:
         self.tables.execute(LIFECYCLES, {"deleted_below": deleted_below, "outcomes_deleted": bool(self.truncated("groups"))})
 
     def _slot_limit(self, partition: tuple[str, int], table: str) -> int:
-        """The first slot of which nothing in a partition was deleted.
+        """Return the first slot of which certainly nothing in a partition was deleted.
 
-        Under `submission` order no group after the first retained one was trained when that was written, so no version had been published
-        that admits more. By arrival many groups may have overtaken the first retained one: there is no limit.
+        With order `submission`, no group after the first retained one was trained when that record was written, so only a limited number of
+        slots were admitted then. With order by arrival, any number of groups may have overtaken the first retained one.
         """
         first = f"SELECT slot FROM {table} t JOIN prompts p USING (group_id) WHERE t.partition = ? ORDER BY t.offset, p.rowid LIMIT 1"
         slot = self.value(first, partition[1])
@@ -328,34 +320,31 @@ class Facts:
 
     @cached_property
     def prompts_below(self) -> int:
-        """Retention may have deleted prompts of groups below this one: prompts of a partition have ascending numbers."""
+        """First group whose prompt was certainly not deleted by retention."""
         first = "SELECT coalesce((SELECT group_id FROM prompts WHERE partition = ? ORDER BY offset LIMIT 1), ?)"
         return max((self.value(first, partition, ANY) for _, partition in self.truncated("prompts")), default=0)
 
     @cached_property
     def versions_below(self) -> int:
-        """Retention may have deleted manifests of versions below this one."""
+        """First version whose manifest was certainly not deleted by retention."""
         return min(self.first_manifests(), default=ANY) if self.start_offsets.get(("weights", 0)) else 0
 
     @property
     def closed(self) -> Entry | None:
-        """The entry that closed the run; None while it is running."""
+        """Ledger entry that closed the run; None while the run is active."""
         return next((fact.entry for fact in self.entries if fact.entry.kind == "run-closed"), None)
 
     def deleted(self, where: RecordId) -> bool:
-        """True if the record was deleted by retention."""
         return where.offset < self.start_offsets.get(where[:2], 0)
 
     def truncated(self, topic: str) -> list[tuple[str, int]]:
-        """The partitions of a topic whose first records were deleted."""
         return [partition for partition, start in self.start_offsets.items() if start and partition[0] == topic]
 
     def steps(self) -> list[EntryFact]:
-        """The committed steps, in the ledger's order."""
         return [fact for fact in self.entries if fact.entry.kind == "step"]
 
     def first_manifests(self) -> dict[int, ManifestFact]:
-        """Version -> its manifest: the last one with the first one's digest, which names the offsets of chunks that were sent again."""
+        """Return version -> manifest: the last one with the digest of the first, because it lists the offsets of chunks sent again."""
         manifests: dict[int, ManifestFact] = {}
         for fact in self.manifests:
             if manifests.setdefault(fact.manifest.version, fact).manifest.digest == fact.manifest.digest:
@@ -363,5 +352,5 @@ class Facts:
         return manifests
 
     def published_ns(self) -> dict[int, int]:
-        """Version -> time of its first publication; lost chunks may be sent again much later."""
+        """Return version -> time of its first publication."""
         return {fact.manifest.version: fact.manifest.created_ns for fact in reversed(self.manifests)}

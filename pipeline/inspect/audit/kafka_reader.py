@@ -1,7 +1,4 @@
-"""Reads a run's topics with confluent-kafka, a client that no worker uses.
-
-Yields every committed record up to the end offsets at the audit's start. Read-only; joins no consumer group.
-"""
+"""Reads a run's topics for an audit with confluent-kafka, a client that no worker uses. Read-only; joins no consumer group."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,13 +13,13 @@ from penstock.topics.catalogue import RUNS_TOPIC, TURNS, topic_name
 from penstock.topics.wire.record import Record
 
 ORDER = (RUNS_TOPIC, "run", "dead-letters", "metrics", "ledger", "groups", "rollouts", "replies", "calls", "prompts", "weights")
-"""Ends are read from effect to cause, so that the records a record refers to are below the ends too, even while the run is active."""
+"""Order in which end offsets are read: referring topics first, so that in an active run the referenced records are below the ends too."""
 OPTIONAL = ("run", *TURNS)
-"""Topics that a run may lack: `run` in runs of earlier releases, turns in runs without environment workers."""
+"""Topics that a run may lack: `run` if an earlier release created it, turns if there are no environment workers."""
 
 RESPONSE_S = 15.0
 SILENT_S = 60.0
-"""Timeout of a broker that sends nothing although there is more to read."""
+"""Longest wait for a broker that sends nothing although there is more to read."""
 PROGRESS_S = 3.0
 POLL_S = 0.5
 RETRY_S = 0.2
@@ -35,20 +32,20 @@ TRANSIENT = frozenset(
         KafkaError._TRANSPORT,
     }
 )
-"""Error codes of a broker while a topic is new or a leader is changing."""
+"""Transient error codes: the topic is new or its leader is changing."""
 FETCH_BYTES = 32 << 20
 EMPTY_FETCH_MS = 20
-"""The broker holds a fetch at the end of a partition this long; an end behind a transaction marker shows only then."""
+"""Time for which the broker holds a fetch at the end of a partition. The client sees an end behind a transaction marker only afterwards."""
 
 
 class KafkaSource:
-    """The topics of one run on a broker. Raises `Unreadable` if they cannot be read."""
+    """The topics of one run on a broker. Methods raise `Unreadable` if a topic cannot be read."""
 
     def __init__(
         self, bootstrap: str, run: str, *, settings: Mapping[str, Any] | None = None, notify: Callable[[str], None] = lambda _: None
     ) -> None:
         self.run, self._notify = run, notify
-        # Connection settings come from the caller; the audit sets what is read and how.
+        # The caller provides the connection settings; the settings below decide what is read and how.
         self._settings = {**(settings or {}), "bootstrap.servers": bootstrap, "client.id": "penstock-audit", "log_level": 0}
         self._problem: str | None = None
         admin = AdminClient(self._settings | {"error_cb": self._note})
@@ -57,7 +54,9 @@ class KafkaSource:
         except KafkaException as error:
             raise Unreadable(f"cannot read {bootstrap}: {self._problem or error.args[0].str()}") from error
         if missing := [topic for topic in ORDER if topic not in OPTIONAL and self._kafka_name(topic) not in topics]:
-            raise Unreadable(f"run {run} has no topic {self._kafka_name(missing[0])!r}; its log was deleted or access is denied")
+            raise Unreadable(
+                f"run {run} cannot be audited: topic {self._kafka_name(missing[0])!r} does not exist or access to it is denied"
+            )
         self._starts: dict[str, dict[int, int]] = {}
         self._ends: dict[str, dict[int, int]] = {}
         for topic in ORDER:
@@ -72,11 +71,10 @@ class KafkaSource:
         return range(len(self._ends[topic]))
 
     def start_offset(self, topic: str, partition: int) -> int:
-        """The first retained offset."""
         return self._starts[topic][partition]
 
     def read(self, topic: str, partitions: Sequence[int] | None = None) -> Iterator[Record]:
-        """Every record up to the end offsets at the audit's start."""
+        """Yield every committed record up to the end offsets at the start of the audit."""
         ends = {partition: self._ends[topic][partition] for partition in (self.partitions(topic) if partitions is None else partitions)}
         remaining = {partition for partition, end in ends.items() if end > self._starts[topic][partition]}
         if not remaining:
@@ -91,13 +89,13 @@ class KafkaSource:
                 if first is None:
                     self._check_silence(last_response, name)
                     continue
-                messages = [first, *consumer.consume(500, timeout=0)]  # with a timeout it would wait for 500 messages
+                messages = [first, *consumer.consume(500, timeout=0)]  # with a timeout, consume would wait for 500 messages
                 last_response, moved = time.monotonic(), set[int]()
                 for message in messages:
                     partition, error = message.partition(), message.error()
                     assert partition is not None
                     if partition in moved:
-                        continue  # read again after the new assignment
+                        continue  # the record is read again after the new assignment
                     ended = error is not None and error.code() == KafkaError._PARTITION_EOF
                     offset = max(message.offset() or 0, next_offsets[partition])
                     next_offsets[partition] = offset + 1
@@ -108,8 +106,8 @@ class KafkaSource:
                     elif not ended:
                         next_offsets[partition] = self._after_skipped(message)
                     if error is not None and not ended:
-                        moved.add(partition)  # a batch is damaged as a whole: resume after its last offset seen
-                    # At the end, or only transaction markers are left below it.
+                        moved.add(partition)  # a damaged batch is skipped as a whole: resume after the last offset seen
+                    # The end is reached, or only transaction markers are left before it.
                     if ended or next_offsets[partition] >= ends[partition]:
                         remaining.discard(partition)
                 if moved:
@@ -121,7 +119,7 @@ class KafkaSource:
         return Consumer(
             {
                 **self._settings,
-                "group.id": f"{self.run}.audit",  # the client requires one; no group is joined and nothing is committed
+                "group.id": f"{self.run}.audit",  # required by the client, but no group is joined and nothing is committed
                 "enable.auto.commit": False,
                 "auto.offset.reset": "error",
                 "isolation.level": "read_committed",
@@ -135,7 +133,7 @@ class KafkaSource:
         )
 
     def _after_skipped(self, message: Any) -> int:
-        """The offset after a damaged batch that the operator chose to skip. Raises `Unreadable` for another error."""
+        """Return the offset after a damaged batch that an operator has marked as skipped. Raises `Unreadable` for any other error."""
         name, partition, error = message.topic(), message.partition(), message.error()
         records = self.read("dead-letters") if error.code() == KafkaError._BAD_MSG else ()
         for topic_partition, offsets in dead_letters.stretches(records, run=self.run):
@@ -148,20 +146,20 @@ class KafkaSource:
 
     def _check_silence(self, last_response: float, name: str) -> None:
         if time.monotonic() - last_response > SILENT_S:
-            raise Unreadable(f"{name}: no records for {SILENT_S:g} s: {self._problem or 'the broker does not respond'}")
+            raise Unreadable(f"{name}: no record received for {SILENT_S:g} s: {self._problem or 'the broker does not respond'}")
 
     def _progress(self, topic: str) -> None:
         self._read += 1
         if self._read % 1000 == 0 and time.monotonic() > self._next_progress_s:
             self._next_progress_s = time.monotonic() + PROGRESS_S
-            self._notify(f"read {self._read:,} records of {self._span:,} offsets at most; now {topic}")
+            self._notify(f"read {self._read:,} records of at most {self._span:,}; now reading {topic}")
 
     def _kafka_name(self, topic: str) -> str:
         return topic if topic == RUNS_TOPIC else topic_name(self.run, topic)
 
 
 def _offsets(admin: AdminClient, partitions: Sequence[TopicPartition], spec: OffsetSpec) -> dict[int, int]:
-    """Partition -> the offset of `spec`; retries partitions whose leader is changing."""
+    """Return partition -> offset for `spec`; partitions whose leader is changing are retried."""
     offsets: dict[int, int] = {}
     deadline = time.monotonic() + RESPONSE_S
     while missing := [tp for tp in partitions if tp.partition not in offsets]:
@@ -179,13 +177,13 @@ def _offsets(admin: AdminClient, partitions: Sequence[TopicPartition], spec: Off
 
 
 def is_damaged_chunk(message: Any, topic: str) -> bool:
-    """True if a batch of chunks has a wrong checksum; chunks may be sent again, so reading resumes after it."""
+    """True for a batch of weight chunks with a wrong checksum. It is skipped, because the trainer sends damaged chunks again."""
     error = message.error()
     return topic == "weights" and message.partition() != 0 and error is not None and error.code() == KafkaError._BAD_MSG
 
 
 def to_record(message: Any, offset: int) -> Record:
-    """Convert a message of confluent-kafka to a `Record`; a damaged one gets no key, headers or value."""
+    """Convert a message of confluent-kafka to a `Record`, which has no key, headers or value if the message is damaged."""
     damaged = message.error() is not None
     return Record(
         topic=message.topic(),

@@ -1,4 +1,4 @@
-"""The audit of a run: its checks, duplicates and notes, as plain data and as text. The last line of the text is the summary."""
+"""Runs an audit, and formats its checks, duplicates and notes as plain data and as text."""
 
 import sqlite3
 from collections import Counter
@@ -20,7 +20,7 @@ from penstock.topics.metrics import EVERY_RUN_HAS
 
 
 def duplicates(facts: Facts) -> dict[str, int]:
-    """Kind -> number of records that repeat others; readers drop them all."""
+    """Return kind -> number of records that repeat others, which all readers drop."""
     ((later, copies),) = facts.rows("SELECT count(*), coalesce(sum(copied), 0) FROM later_samples")
     listed = {
         (partition, offset)
@@ -42,44 +42,44 @@ def duplicates(facts: Facts) -> dict[str, int]:
 
 
 def dead_letter_kinds(facts: Facts) -> dict[str, int]:
-    """Kind of a dead letter -> number of records."""
+    """Return kind of dead letter -> number of records that were dead-lettered."""
     return dict(sorted(Counter({fact.about: fact.kind for fact in facts.dead_letters}.values()).items()))
 
 
 def notes(facts: Facts) -> Iterator[str]:
-    """Findings that are not violations, one line each: one-sided evidence, evidence by clocks, and what cannot be checked."""
+    """Yield findings that are not violations, as sentences: weak evidence, evidence from clocks, and what cannot be checked."""
     for note in _NOTES:
         yield from note(facts)
 
 
 def _under_way(facts: Facts) -> Iterator[str]:
     if facts.closed is None:
-        yield "the run is under way: groups without a final status are open, and records without a dead letter are not checked"
+        yield "the run is active: groups without a final status are open, and missing dead letters are not violations"
         if facts.unusable:
-            yield f"{len(facts.unusable)} records cannot be used, there are {len(facts.dead_letters)} dead letters so far"
+            yield f"{len(facts.unusable)} records are unusable, {len(facts.dead_letters)} dead letters have been written so far"
 
 
 def _deleted(facts: Facts) -> Iterator[str]:
     for topic in dict.fromkeys(topic for topic, _ in facts.start_offsets):
-        # The note on digests reports deleted chunks, which leaves the manifests.
+        # Deleted chunks are reported by `_digests`.
         partitions = [number for _, number in facts.truncated(topic) if topic != "weights" or not number]
         if partitions:
             where = ", ".join(f"{topic}/{partition} below {facts.start_offsets[topic, partition]}" for partition in partitions)
-            yield f"records were deleted: {where}; what only they show is not checked"
+            yield f"retention has deleted records: {where}; promises that depend on these records are not checked"
     if facts.truncated("prompts") or facts.truncated("groups"):
         unknown = group_statuses(facts).get("gone", 0)
         absent = facts.value("SELECT count(*) FROM lifecycles WHERE admitted AND slot IS NULL")
-        yield f"of {absent} groups the prompt was deleted, of {unknown} the final status"
+        yield f"the prompts of {absent} groups were deleted, and the final status of {unknown}"
 
 
 def _poison(facts: Facts) -> Iterator[str]:
     if facts.poison:
-        yield f"{len(facts.poison)} records were dead-lettered because they crashed their readers"
+        yield f"{len(facts.poison)} valid records were dead-lettered because they crashed their readers"
 
 
 def _silent_roles(facts: Facts) -> Iterator[str]:
     if (roles := set(EVERY_RUN_HAS) - {worker.role for worker in facts.workers.values()}) and not facts.truncated("metrics"):
-        yield f"no measurement of: {', '.join(sorted(roles))}; what only they read was not read"
+        yield f"no worker of these roles has reported: {', '.join(sorted(roles))}"
 
 
 def _clocks(facts: Facts) -> Iterator[str]:
@@ -91,7 +91,7 @@ def _clocks(facts: Facts) -> Iterator[str]:
 def _missing_measurements(facts: Facts) -> Iterator[str]:
     spans = facts.rows("SELECT worker, incarnation, max(seq) + 1 - count(*) FROM measurements GROUP BY worker, incarnation")
     if gaps := sum(missing - facts.workers[worker, incarnation].first_seq for worker, incarnation, missing in spans):
-        yield f"{gaps} measurements are missing between others of their process"
+        yield f"{gaps} measurements are missing between measurements of the same process"
 
 
 def _lost_samples(facts: Facts) -> Iterator[str]:
@@ -100,38 +100,39 @@ def _lost_samples(facts: Facts) -> Iterator[str]:
         WHERE s.partition != l.partition OR (slot IS NULL AND group_id >= ?)
     """
     if lost := facts.value(query, facts.prompts_below):
-        yield f"{lost} samples belong to no prompt of their partition"
+        yield f"{lost} samples have no prompt in their partition"
 
 
 def _unusable_dead_letters(facts: Facts) -> Iterator[str]:
     if strangers := sum(record.where.topic == "dead-letters" for record in facts.unusable):
-        yield f"{strangers} records in dead-letters cannot be used; no worker reads that topic"
+        yield f"{strangers} records in dead-letters are unusable; no worker reads that topic, so nothing was affected"
 
 
 def _unread(facts: Facts) -> Iterator[str]:
     if remaining := len(unaccounted(facts)) - sum(1 for _ in accounted.rule(facts)):
-        yield f"{remaining} records cannot be used and have no dead letter; the log does not show that a reader reached them"
+        yield f"{remaining} records are unusable and have no dead letter; the log does not prove that a reader has reached them"
 
 
 def _digests(facts: Facts) -> Iterator[str]:
     if released := sum(recomputed.released for recomputed in facts.recomputed.values()):
-        yield f"chunks of {released} versions were deleted by retention: their digests cannot be recomputed"
+        yield f"retention has deleted chunks of {released} versions, whose digests cannot be recomputed"
     if again := len(facts.manifests) - len(facts.first_manifests()):
-        yield f"{again} times a version was published again, with the same digest"
+        yield f"versions were published again {again} times, with the same digest"
 
 
 def _resampled(facts: Facts) -> Iterator[str]:
     query = "SELECT worker, count(*) AS again FROM later_samples WHERE resampled GROUP BY worker ORDER BY again DESC, min(number)"
     if workers := dict(facts.rows(query)):
         by_worker = ", ".join(f"{worker} {count}" for worker, count in workers.items())
-        yield f"{sum(workers.values())} samples were started after their first record had been sent ({by_worker}); --json lists them"
+        total = sum(workers.values())
+        yield f"{total} samples were generated again after their first record had been sent ({by_worker}); --json lists them"
 
 
 def _rebased(facts: Facts) -> Iterator[str]:
     for fact in facts.entries:
         if fact.entry.kind == "rebased":
             differences = as_object(fact.entry.details).get("differences", [])
-            cause = f"{len(differences)} numbers of repeated steps differed" if differences else "the arithmetic had changed"
+            cause = f"{len(differences)} numbers of recomputed steps differed" if differences else "hardware or libraries had changed"
             yield f"rebased after {fact.entry.step} steps ({fact.where}): {cause}; the run resumed from the recomputed weights"
 
 
@@ -160,12 +161,12 @@ _NOTES: tuple[Callable[[Facts], Iterator[str]], ...] = (
 
 
 MODULES = (prompts, groups, steps, versions, dead_letters)
-"""Modules in the order of a sample's lifecycle; each has a table `CHECKS`."""
+"""Modules with checks, in the order of a sample's lifecycle; each has a list `CHECKS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The violations of one check, and the number of things it examined."""
+    """The violations that one check found, and the number of things it examined."""
 
     check: Check
     examined: int
@@ -177,7 +178,7 @@ def all_checks() -> tuple[Check, ...]:
 
 
 SHOWN = 5
-"""Number of violations of one check that are printed; --json has them all."""
+"""Largest number of printed violations per check; --json lists all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,28 +190,25 @@ class Audit:
 
     @property
     def clean(self) -> bool:
-        """True if no promise is broken."""
+        """True if there is no violation."""
         return not any(result.violations for result in self.results)
 
 
 def audit(source: Source, anchors: Sequence[Anchor] = (), digests: TopicDigests | None = None) -> Audit:
-    """Read a run and apply all checks; `anchors` are evidence read before from elsewhere. Raises `Unreadable`.
-
-    Every record is added to `digests`.
-    """
+    """Read a run and apply all checks; add every record to `digests`. `anchors` are read before, see `facts`. Raises `Unreadable`."""
     try:
         facts = collect(source, digests)
         facts.anchors.extend(anchors)
         if facts.closed is not None and not facts.workers and not facts.truncated("metrics"):
-            raise Unreadable(f"run {facts.run} is closed and it has no measurements: there is no work to audit")
+            raise Unreadable(f"run {facts.run} cannot be audited: it is closed and no worker has ever reported")
         results = [Result(check=check, examined=check.examined(facts), violations=tuple(check.rule(facts))) for check in all_checks()]
     except sqlite3.OperationalError as error:
-        raise Unreadable(f"the audit cannot write a temporary file ({error}): set TMPDIR to a folder with more space") from error
+        raise Unreadable(f"the audit cannot write a temporary file ({error}): set TMPDIR to a directory with more space") from error
     return Audit(facts=facts, results=tuple(results))
 
 
 def summary(audited: Audit) -> str:
-    """The audit in one line.
+    """Summarise an audit in one line.
 
     Example:
         summary(audited)  # -> "audit: clean, 96 groups, 12 steps, 7 versions, 0 duplicates, 0 dead letters"
@@ -224,12 +222,12 @@ def summary(audited: Audit) -> str:
         (sum(dead_letter_kinds(facts).values()), "dead letter"),
     ]
     outcome = "clean" if audited.clean else _count(broken, "violation")
-    under_way = "" if facts.closed else f", {group_statuses(facts)['open']} groups open, the run is under way"
+    under_way = "" if facts.closed else f", {group_statuses(facts)['open']} groups open, the run is active"
     return f"audit: {outcome}, {', '.join(_count(number, what) for number, what in counts)}{under_way}"
 
 
 def as_table(audited: Audit) -> dict[str, Any]:
-    """The audit as plain data for JSON."""
+    """Return an audit as plain data for JSON."""
     facts = audited.facts
     return {
         "run": facts.run,
@@ -274,7 +272,7 @@ def _resampled_samples(facts: Facts) -> Iterator[dict[str, Any]]:
 
 
 def as_text(audited: Audit) -> str:
-    """A table of the checks, the notes, and the summary line."""
+    """Format an audit: a table of the checks, the notes, and last the summary."""
     facts, width = audited.facts, max(len(result.check.name) for result in audited.results)
     lines = [f"{'check':<{width}}  violations  examined"]
     for result in audited.results:
@@ -295,7 +293,7 @@ def as_text(audited: Audit) -> str:
 
 
 def as_line(violation: Violation) -> str:
-    """A violation as text, with where it is."""
+    """Format a violation with its group, step, version and record."""
     coordinates = [f"{name} {value}" for name in ("group", "step", "version") if (value := getattr(violation, name)) is not None]
     where = ", ".join([*coordinates, *([str(violation.where)] if violation.where else [])])
     return f"{where}: {violation.text}" if where else violation.text

@@ -1,4 +1,4 @@
-"""Sizes from a run's configuration, and the scheduling rules that follow from them, restated independently."""
+"""The scheduling rules of a run, implemented independently of `pipeline/scheduling`, so that the audit shares no error with it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ LAG_OF_MODE = {"synchronous": 0, "pipelined": 0, "one_step_off": 1, "in_flight":
 """Mode -> max_lag if the configuration does not set it."""
 
 BY_ARRIVAL = frozenset({"in_flight", "bounded"})
-"""Modes that train groups in the order of scoring if the configuration does not set the order."""
+"""Modes that by default train groups in the order of scoring."""
 
 DROPS = frozenset({"filtered", "failed", "abandoned"})
-"""Outcomes of a group that is not trained and makes room for another."""
+"""Outcomes of groups that are not trained and are replaced by another group."""
 
 
 class Regraded(NamedTuple):
@@ -30,59 +30,59 @@ class Regraded(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """A run's sizes."""
+    """Numbers from a run's configuration on which the schedule depends."""
 
     prompts_per_step: int
-    """U"""
+    """Prompt groups of a step."""
     samples_per_prompt: int
-    """K"""
+    """Samples of a group."""
     steps_per_version: int
-    """S"""
+    """Optimizer steps between two published versions."""
     max_lag: int
     order: str
     steps: int
     """Planned optimizer steps."""
     oversample: int = 0
-    """r: up to K + r samples of a group are started; the first K in the log count."""
+    """Extra samples of a group (r): K + r are started, and the first K in the log count."""
     oversample_groups: int = 0
-    """s: extra groups of a round, which start before the version of their slot is published."""
+    """Extra groups of a round (s), which may start before the version of their slot is published."""
     turns_by_log: bool = False
     """True if turns travel through the topics `calls` and `replies`."""
     regraded: tuple[Regraded, ...] = ()
-    """Groups of parent runs, those of the nearest parent first."""
+    """Regraded groups by parent run, the nearest parent first."""
 
     @property
     def round_groups(self) -> int:
-        """U·S: groups trained between two published versions."""
+        """Number of groups trained between two published versions (U·S)."""
         return self.prompts_per_step * self.steps_per_version
 
     def regraded_from(self, group: int) -> Regraded | None:
-        """The parent run that admitted the group and generated its samples; None for an own group."""
+        """Return the parent run that admitted the group and generated its samples; None for a group of this run."""
         return next((origin for origin in self.regraded if any(group in numbers for numbers in origin.groups)), None)
 
     def learner_version(self, step: int) -> int:
-        """The version that the 0-based `step` trains: floor(step / S)."""
+        """Return the version that step `step` (from 0) starts from: floor(step / S)."""
         return step // self.steps_per_version
 
     def min_version(self, slot: int) -> int:
-        """The oldest version that may generate for this slot: max(0, floor(slot / U·S) - max_lag)."""
+        """Return the oldest version that may generate for this slot: max(0, floor(slot / U·S) - max_lag)."""
         return max(0, slot // self.round_groups - self.max_lag)
 
     def needed_version(self, slot: int) -> int:
-        """The version that must be published before a prompt for this slot: from slot < U·S·(v + 1 + max_lag) + s. Negative: none."""
+        """Return the smallest version v with slot < U·S·(v + 1 + max_lag) + s, after which the slot is admitted; negative: at once."""
         return (slot - self.oversample_groups) // self.round_groups - self.max_lag
 
     def step_of(self, version: int) -> int:
-        """Number of steps done when a version is published; the last version follows the last step."""
+        """Return the number of steps done when a version is published; the last version follows the last step."""
         return min(version * self.steps_per_version, self.steps)
 
     def newest_version(self, steps: int) -> int:
-        """The newest published version once this many steps are done."""
+        """Return the newest published version after this many steps."""
         return -(-steps // self.steps_per_version) if steps >= self.steps else steps // self.steps_per_version
 
 
 def terms_of(config: Mapping[str, Any], info: Mapping[str, Any]) -> Terms:
-    """The sizes from a run's configuration and from the info recorded at its creation; raises `Unreadable`."""
+    """Extract the numbers from a run's configuration and registration info. Raises `Unreadable`."""
     try:
         schedule = config["schedule"]
         max_lag = schedule["max_lag"]
@@ -104,11 +104,11 @@ def terms_of(config: Mapping[str, Any], info: Mapping[str, Any]) -> Terms:
             regraded=tuple(origins),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise Unreadable(f"the run's configuration lacks {error}: it was made by another version") from error
+        raise Unreadable(f"the run's configuration lacks {error}: an incompatible version of Penstock created the run") from error
 
 
 def oldest_trained(rollouts: Sequence[Rollout]) -> int | None:
-    """The oldest version that generated a trained token, or any token if none is trained; None without samples.
+    """Return the oldest version that generated a trained token, or any token if none is trained; None without samples.
 
     If all tokens are trained, a version with an empty span counts too.
     """
@@ -124,7 +124,7 @@ def oldest_trained(rollouts: Sequence[Rollout]) -> int | None:
 
 
 def trajectory_flaw(rollout: Rollout) -> str | None:
-    """Flaw of a trajectory's turns, or None: turns are contiguous, and only the policy's tokens have mask and logprob."""
+    """Return what is wrong with a trajectory, or None. Turns must be contiguous, and only policy tokens may have mask and logprob."""
     if rollout.turns is None:
         return None
     end, generated = 0, np.zeros(len(rollout.token_ids), np.bool_)
@@ -134,7 +134,7 @@ def trajectory_flaw(rollout: Rollout) -> str | None:
         end = turn.end
         generated[turn.start : end] = turn.source == "model"
         if turn.reward is not None and turn.source != "model":
-            return f"a turn of {turn.source} has a reward"
+            return f"a turn of {turn.source} has a reward; only turns of the policy may have one"
     if end != len(generated):
         return f"its turns end at token {end} of {len(generated)}"
     for name, has in (("in the loss mask", rollout.loss_mask), ("with a logprob", ~np.isnan(rollout.behaviour_logprobs))):
@@ -143,12 +143,12 @@ def trajectory_flaw(rollout: Rollout) -> str | None:
             return f"token {wrong[0]} is {'not ' * bool(ours)}{name}, {'and' if ours else 'but not'} the policy's"
     starts = {start: prompt for start, _, prompt in rollout.segments or ()}
     if starts and any(generated[start : start + prompt].any() for start, prompt in starts.items()):
-        return "a segment's prompt holds generated tokens"
+        return "the prompt of a segment contains generated tokens"
     return None
 
 
 def as_object(text: str | None) -> dict[str, Any]:
-    """A JSON object; {} for anything else."""
+    """Parse a JSON object; return {} for anything else."""
     try:
         value = json.loads(text or "{}")
     except ValueError:

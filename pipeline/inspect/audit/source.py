@@ -1,4 +1,4 @@
-"""Protocol of a record source. Records of one partition are in order and committed; partitions are not ordered among each other."""
+"""Protocol of a source of records for the audit. It yields committed records; order is guaranteed only within a partition."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -8,29 +8,27 @@ from penstock.topics.wire.record import Record
 
 
 class Unreadable(ValueError):
-    """The run cannot be audited: no broker, topics or configuration. Its text is one line for the user."""
+    """The run cannot be audited, e.g. because topics are missing. The message is one line for the user."""
 
 
 class Source(Protocol):
-    """The topics of one run, by their plain names (`groups`), and the register of runs."""
+    """The topics of one run, by names without the run id (`groups`), and the topic of all runs."""
 
     run: str
 
     def partitions(self, topic: str) -> range:
-        """Partition numbers of a topic; none if it does not exist."""
+        """Partition numbers of a topic; empty if the topic does not exist."""
         ...
 
-    def start_offset(self, topic: str, partition: int) -> int:
-        """The first retained offset."""
-        ...
+    def start_offset(self, topic: str, partition: int) -> int: ...
 
     def read(self, topic: str, partitions: Sequence[int] | None = None) -> Iterator[Record]:
-        """Every record up to the end offsets at the audit's start, of these partitions or of all."""
+        """Yield every record of these partitions, or of all, up to the end offsets at the start of the audit."""
         ...
 
 
 def plain(topic: str, run: str) -> str:
-    """A topic's name without the run's id.
+    """Remove the run id from a topic's name.
 
     Example:
         plain("demo-1.groups", "demo-1")  # -> "groups"

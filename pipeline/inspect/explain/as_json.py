@@ -1,4 +1,4 @@
-"""Trace of one prompt group as plain data, from records and by the run's own functions; an unknown figure is None."""
+"""Traces one prompt group as plain data, from its records and with the run's own advantage function. An unknown figure is None."""
 
 import contextlib
 import json
@@ -34,14 +34,14 @@ NS = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleShare:
-    """One trained sample in its step."""
+    """Share of one trained sample in the gradient of its step."""
 
     group: int
     sample: int
     advantage: float
     tokens: int
     micro_batch: int | None
-    """None if the ledger's boundaries end before it."""
+    """Index of the micro-batch; None if the ledger's boundaries do not cover the sample."""
     token_weight: float
     """Coefficient of each trained token's log-probability in the step's descent direction, before any importance ratio."""
 
@@ -53,7 +53,7 @@ class SampleShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShares:
-    """Shares of all trained samples of a step."""
+    """Shares of all trained samples in the gradient of a step."""
 
     samples: tuple[SampleShare, ...]
     aggregate: str
@@ -62,14 +62,13 @@ class StepShares:
     tokens: int
 
     def of(self, group: int) -> dict[int, SampleShare]:
-        """Sample -> its share, for one group."""
         return {share.sample: share for share in self.samples if share.group == group}
 
 
 def explain(
     log: Log, run: str, group: int, *, notify: Callable[[str], None], trust_code: bool = False, partition: int | None = None
 ) -> dict[str, Any]:
-    """All that the log has about one group, for JSON; `partition` is the group's if the index has it.
+    """Read all records of one group and trace it, as plain data for JSON; `partition` is the group's, searched if None.
 
     Raises `ValueError` for an unknown run or group, `LogError` for a deleted prompt.
     """
@@ -77,7 +76,7 @@ def explain(
 
 
 def life(history: GroupHistory, *, notify: Callable[[str], None], trust_code: bool = False) -> dict[str, Any]:
-    """Trace of a group whose records were read, as plain data for JSON. Raises `LogError`."""
+    """Trace a group from its records, as plain data for JSON. Raises `LogError`."""
     step, shares_of = _step(history, notify=notify, trust_code=trust_code) if history.step is not None else (None, {})
     return {
         "run": history.run.run,
@@ -116,7 +115,7 @@ def _prompt(read: Read[Any] | None) -> dict[str, Any] | None:
 
 
 def _samples(history: GroupHistory, shares_of: Mapping[int, SampleShare]) -> list[dict[str, Any]]:
-    """All samples of the group by number; `counts` is True for those among its K."""
+    """Return all samples of the group by number; `counts` is True for the K samples that the outcome uses."""
     first_rollouts, counted, scored = history.first_rollouts, history.counted, history.scored
     rollouts = {number: rollout for number, (_, rollout) in first_rollouts.items()} | counted
     names, trained = history.group.reward_names if history.group else (), history.step is not None
@@ -161,7 +160,6 @@ def _samples(history: GroupHistory, shares_of: Mapping[int, SampleShare]) -> lis
 
 
 def _turns(rollout: Rollout) -> list[dict[str, Any]] | None:
-    """The turns of a trajectory; None for a single completion."""
     if rollout.turns is None:
         return None
     return [
@@ -176,14 +174,14 @@ def _spans(rollout: Rollout) -> list[dict[str, int]]:
 
 
 def _trained(rollout: Rollout, share: SampleShare | None, scored: ScoredSample | None) -> str:
-    """`yes`, or the reason why a sample of a trained group is not trained."""
+    """Return `yes`, or the reason why a sample of a trained group is not trained."""
     if share is not None:
-        return "yes" if share.tokens else "no token of it is in the loss mask"
+        return "yes" if share.tokens else "the loss mask excludes all tokens"
     if scored is not None and scored.reward is None:
         return scored.reward_error or "no reward: every reward function returned None"
     if rollout.finish == "abort":
         return "aborted"
-    return "out of tokens, algorithm.truncated = mask" if len(rollout.token_ids) else "empty"
+    return "truncated, and algorithm.truncated = mask" if len(rollout.token_ids) else "empty"
 
 
 def _rewards(group: Group | None) -> dict[str, Any] | None:
@@ -246,7 +244,7 @@ def _shares(history: GroupHistory, entry: Entry, *, trust_code: bool) -> tuple[S
     try:
         plan = read_planned(run.reader.log, run.run, entry.plan)
         return shares(plan, config=run.config, boundaries=entry.boundaries, trust_code=trust_code), None
-    except (PenstockError, ValueError) as error:  # deleted, or an own advantage that is not here: the rest of the trace is complete
+    except (PenstockError, ValueError) as error:  # e.g. deleted groups or a missing advantage function; the rest can be shown
         return None, f"advantages and gradient weights cannot be computed: {error}"
 
 
@@ -264,7 +262,7 @@ def _version(entry: Entry | None) -> dict[str, Any] | None:
 
 
 def _records(history: GroupHistory) -> list[dict[str, Any]]:
-    """Every record about the group: it counts, is a duplicate, or is unusable."""
+    """Return a row for every record about the group: whether readers use it, or why it is a duplicate or unusable."""
 
     def row(record: Record, text: str, *, counts: bool) -> dict[str, Any]:
         return {"place": shown_place(record), "time_s": record.timestamp_ms / 1000, "is": text, "counts": counts}
@@ -285,7 +283,6 @@ def _records(history: GroupHistory) -> list[dict[str, Any]]:
 
 
 def _dead_letter(stored: StoredDeadLetter) -> dict[str, Any]:
-    """A dead letter without the record in it."""
     dead_letter = stored.dead_letter
     return {
         "offset": stored.offset,
@@ -296,11 +293,11 @@ def _dead_letter(stored: StoredDeadLetter) -> dict[str, Any]:
 
 
 def shares(plan: Sequence[Group], *, config: Config, boundaries: Sequence[int] = (), trust_code: bool = False) -> StepShares:
-    """Compute the shares of a step's samples, in plan order; its micro-batches end at `boundaries`.
+    """Compute the gradient shares of a step's samples, in plan order; `boundaries` are the ends of its micro-batches.
 
-    A trained token's weight is A · c / D: A the sample's advantage, c the token's weight (`token_share`), D the step's
-    denominator. It is -dL/dlogprob if current, proximal and behaviour policy are equal, for every built-in loss without its KL term.
-    Raises `PluginError` if the user's advantage function is missing, `ValueError` if it needs `trust_code`.
+    The weight of a trained token is A · c / D with the sample's advantage A, the token's weight c (`token_share`) and the step's
+    denominator D. It equals -dL/dlogprob for every built-in loss without KL term if current, proximal and behaviour policy are equal.
+    Raises `PluginError` if the user's advantage function is missing, `ValueError` if executing it requires `trust_code`.
     """
     function = micro_batches.advantage_function(config.advantage, trust_code=trust_code)
     advantages = micro_batches.combined_advantages(function, combine=config.algorithm.combine)
@@ -327,45 +324,41 @@ def shares(plan: Sequence[Group], *, config: Config, boundaries: Sequence[int] =
 
 
 def left_out(config: Config) -> list[str]:
-    """Sentences about the effects that the gradient weights leave out because the log does not hold them."""
+    """Return sentences about effects that the gradient weights do not include because the log lacks the data."""
     algorithm, lines = config.algorithm, []
     if algorithm.loss not in LOSSES:
-        lines.append(f"the loss is the run's own, {algorithm.loss}: what it makes of advantage and denominator is its business")
+        lines.append(f"the custom loss {algorithm.loss} may use advantage and denominator in another way")
     if config.proximal != "current":
         ratio = "current / behaviour" if config.proximal == "behaviour" else "current / snapshot"
         lines.append(
-            f"the ratio {ratio} of each token, clipped at -{config.clip_low:g}/+{config.clip_high:g}, is not in the log: it "
-            "needs the learner's logprobs at that step; `penstock replay train` computes them again"
+            f"each token's ratio {ratio}, clipped at -{config.clip_low:g}/+{config.clip_high:g}, is not included: it depends on the "
+            "learner's logprobs at that step, which are not in the log; `penstock replay train` recomputes them"
         )
     if config.correction != "none":
         lines.append(
-            f"the correction weight {config.correction} (proximal / behaviour, bounded) is not in the log: it needs the learner's "
-            "logprobs; the step's mean is its metric correction_weight"
+            f"the correction weight {config.correction} (proximal / behaviour, bounded) is not included: it depends on the learner's "
+            "logprobs; its mean over the step is the metric correction_weight"
         )
     if algorithm.reject_kl is not None:
         lines.append(
-            f"sequences with a mean KL above reject_kl {algorithm.reject_kl:g} have no gradient; which ones needs the learner's logprobs"
+            f"sequences with a mean KL above reject_kl = {algorithm.reject_kl:g} have no gradient; this depends on the learner's logprobs"
         )
     if algorithm.value_lr is not None:
-        lines.append("advantages are before the value of each token is subtracted, which is not in the log (value_lr)")
+        lines.append("the value of each token, which is subtracted from the advantage, is not in the log (value_lr)")
     if algorithm.entropy_coef:
-        lines.append(
-            f"the pull of the entropy bonus (entropy_coef {algorithm.entropy_coef:g}) comes on top; it needs the learner's entropies"
-        )
+        lines.append(f"the entropy bonus (entropy_coef {algorithm.entropy_coef:g}) is not included; it depends on the learner's entropies")
     if algorithm.kl_coef and algorithm.kl_in == "reward":
         lines.append(
-            f"advantages are of the rewards as they were scored: the step took kl_coef {algorithm.kl_coef:g} times each sample's KL to the "
-            "reference off them, whose logprobs are not in the log"
+            f"rewards are shown as scored: the step subtracted kl_coef = {algorithm.kl_coef:g} times each sample's KL to the reference "
+            "policy, whose logprobs are not in the log"
         )
     elif algorithm.kl_coef:
-        lines.append(
-            f"the pull towards the reference policy (kl_coef {algorithm.kl_coef:g}) comes on top; it needs the reference's logprobs"
-        )
+        lines.append(f"the KL term (kl_coef {algorithm.kl_coef:g}) is not included; it depends on the logprobs of the reference policy")
     return lines
 
 
 def clipped(entry: Entry, config: Config) -> float | None:
-    """Factor by which the step's gradient was clipped to `trainer.max_grad_norm`, 1 if it was not; None without a recorded norm."""
+    """Return the factor by which clipping to `trainer.max_grad_norm` scaled the step's gradient; None if its norm is unknown."""
     norm, limit = entry.metrics.get("grad_norm"), config.trainer.max_grad_norm
     if norm is None:
         return None
@@ -374,8 +367,6 @@ def clipped(entry: Entry, config: Config) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnTime:
-    """One requested turn."""
-
     turn: int
     attempt: int
     worker: str
@@ -385,7 +376,7 @@ class TurnTime:
 
 
 def turn_times(log: Log, run: str, *, group: int, partition: int) -> Mapping[int, list[TurnTime]]:
-    """Sample -> its turns with a reply; empty if the run's turns are not sent through the log. Raises `LogError`."""
+    """Return sample -> times of its turns that have a reply; empty if turns are not sent through the log. Raises `LogError`."""
     if log.partitions(topic_name(run, "calls")) is None:
         return {}
     requested: dict[TurnKey, int] = {}
@@ -408,7 +399,7 @@ def turn_times(log: Log, run: str, *, group: int, partition: int) -> Mapping[int
 
 
 def summed(times: list[TurnTime], rollout: Rollout) -> dict[str, float]:
-    """Seconds of waiting, generation and environment; the last is unknown if the trajectory reuses turns generated before its start."""
+    """Sum the seconds of waiting, generation and environment; the last is missing if the trajectory reuses turns of an earlier attempt."""
     waited = sum(time.started_s - time.asked_s for time in times)
     generated = sum(time.ended_s - time.started_s for time in times)
     whole = (rollout.ended_ns - rollout.started_ns) / NS

@@ -1,4 +1,4 @@
-"""All records of one group: which of them count, its final status, and the reason."""
+"""Reads all records of one group, and derives its final status, the reason, and the time of each stage."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,20 +19,20 @@ from penstock.topics.wire.record import Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTimestamps:
-    """Times of a group's events; None for an event that has not happened."""
+    """Times of a group's events, in Unix seconds; None for an event that has not happened or is not recorded."""
 
     admitted: float | None = None
     begun: float | None = None
     first_ended: float | None = None
     last_ended: float | None = None
-    """None until the group is complete."""
+    """Time at which the last sample ended; None until the group is complete."""
     scoring_started: float | None = None
     scored: float | None = None
     taken: float | None = None
-    """First backward pass of its step, or the time when the group was scored if that is later."""
+    """Time of the step's first backward pass, or of scoring if that is later."""
     committed: float | None = None
     published: float | None = None
-    """Publication of the policy version that its step produced."""
+    """Time at which the policy version after the group's step was published."""
 
 
 STAGES: Sequence[tuple[str, str, str]] = (
@@ -46,7 +46,7 @@ STAGES: Sequence[tuple[str, str, str]] = (
     ("training", "taken", "committed"),
     ("publishing", "committed", "published"),
 )
-"""Name of a stage, and the timestamps at its start and end; `scoring` is for records without the duration of the reward functions."""
+"""(name of a stage, timestamp at its start, timestamp at its end). `scoring` is for records without the duration of reward functions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +55,12 @@ class Stage:
 
     name: str
     begins_s: float
-    """Start of the stage, after the group's admission."""
+    """Start of the stage, in seconds after the group's admission."""
     seconds: float
 
 
 def timestamps_of(rollouts: Iterable[Rollout], *, complete: bool, **other_times: float | None) -> GroupTimestamps:
-    """Timestamps of a group from its counted samples and its other records."""
+    """Collect the timestamps of a group from the samples that its outcome uses and from its other records."""
     samples = list(rollouts)
     return GroupTimestamps(
         begun=min(sample.started_ns for sample in samples) / NS if samples else None,
@@ -71,7 +71,7 @@ def timestamps_of(rollouts: Iterable[Rollout], *, complete: bool, **other_times:
 
 
 def stages(timestamps: GroupTimestamps) -> list[Stage]:
-    """The stages whose start and end are known, in order; a negative duration is a difference between two machines' clocks."""
+    """Return the stages whose start and end are known, in order. A negative duration is due to clocks of different machines."""
     zero, rows = timestamps.admitted, []
     shown = [stage for stage in STAGES if stage[0] != "scoring" or timestamps.scoring_started is None]
     for name, first, last in shown:
@@ -96,25 +96,25 @@ class GroupProgress:
 
 
 def waits_for(progress: GroupProgress, schedule: Schedule) -> str:
-    """The event that an unfinished group waits for, in one clause."""
+    """Describe what an unfinished group waits for, as a clause."""
     if not progress.readable:
-        return "its prompt cannot be read: the scorer ends the group, or its deadline does"
+        return "the scorer or the group's deadline to end it, because its prompt cannot be read"
     if progress.scored:
         old = rules.lag(learner_version=progress.newest_version, policy_version_min=progress.policy_version_min or 0)
         behind = f"{old} version{'' if old == 1 else 's'}"
-        first = "takes the lowest numbers first" if schedule.order == "submission" else "takes what was scored first"
+        first = "takes groups by number" if schedule.order == "submission" else "takes groups in the order of scoring"
         return (
-            f"the trainer, which {first} and has {progress.steps} steps done; the group is {behind} behind the newest, "
-            f"{schedule.max_lag} are allowed"
+            f"the trainer, which {first} and has done {progress.steps} steps; the group is {behind} versions behind the newest one, "
+            f"max_lag is {schedule.max_lag}"
         )
     if progress.samples >= progress.samples_requested:
-        return "the scorer that owns its partition: all its samples are there"
+        return "the scorer of its partition; all its samples are in the log"
     if progress.samples:
         return f"samples: {progress.samples} of {progress.samples_requested} are there"
     if progress.min_version > progress.newest_version:
         newest = f"the newest is {progress.newest_version}" if progress.newest_version >= 0 else "none is published"
-        return f"weights: it may be generated under version {progress.min_version} or newer, {newest}"
-    return "a rollout worker: none of its samples is there"
+        return f"policy version {progress.min_version}, under which it may be generated at the earliest; {newest}"
+    return "a rollout worker; none of its samples is in the log"
 
 
 NS = 1e9
@@ -122,7 +122,7 @@ NS = 1e9
 
 @dataclass(slots=True, kw_only=True)
 class GroupHistory:
-    """All records of one group in the log, including those that do not count, and its ledger entries."""
+    """All records of one group in the log, including duplicates and unusable ones, and its ledger entries."""
 
     run: RecordedRun
     number: int
@@ -132,39 +132,38 @@ class GroupHistory:
     step: Entry | None
     stale: Entry | None
     version: Entry | None
-    """Ledger entry of the policy version that its step produced."""
+    """Ledger entry of the policy version after the group's step."""
     gone: Sequence[str] = ()
-    """Ranges of deleted records that may have included samples or the outcome of this group."""
+    """Deleted offset ranges, as sentences, that may have included samples or the outcome of this group."""
 
     @property
     def reads(self) -> list[Read[Any]]:
-        """All records about the group."""
         return [*self.prompts, *self.samples, *self.outcomes]
 
     @property
     def unusable(self) -> list[Read[Any]]:
-        """Records that cannot be used."""
+        """Records about the group that cannot be decoded or do not belong to the run."""
         return [read for read in self.reads if read.problem is not None]
 
     @property
     def prompt_read(self) -> Read[Prompt] | None:
-        """The prompt record that counts."""
+        """The first usable record of the prompt, which readers use."""
         return next((read for read in self.prompts if read.payload is not None), None)
 
     @property
     def prompt(self) -> Prompt | None:
-        """Payload of the prompt record that counts."""
+        """Payload of `prompt_read`."""
         return self.prompt_read.payload if self.prompt_read else None
 
     @property
     def outcome(self) -> Read[Group] | None:
-        """The outcome record that counts: the last with usable headers that is not a duplicate."""
+        """The outcome record that readers use: the last one with usable headers that is not a duplicate."""
         usable = [read for read in self.outcomes if read.headers is not None and not read.repeats]
         return usable[-1] if usable else None
 
     @property
     def group(self) -> Group | None:
-        """Payload of the outcome; None if there is no readable one."""
+        """Payload of `outcome`; None if there is none or it cannot be decoded."""
         return self.outcome.payload if self.outcome else None
 
     @property
@@ -173,28 +172,27 @@ class GroupHistory:
 
     @property
     def scored(self) -> Mapping[int, ScoredSample]:
-        """Sample -> its rewards."""
+        """Sample number -> the sample in the outcome, with its rewards."""
         return {sample.rollout.sample: sample for sample in self.group.samples} if self.group else {}
 
     @property
     def first_rollouts(self) -> dict[int, tuple[Record, Rollout]]:
-        """Sample -> its first record and rollout, by number."""
+        """Sample number -> (first record, decoded sample)."""
         firsts = {read.payload.sample: (read.record, read.payload) for read in self.samples if read.payload and not read.repeats}
         return dict(sorted(firsts.items()))
 
     @property
     def partition(self) -> int:
-        """Partition of all its records."""
+        """Partition that has all records of the group."""
         return next((read.record.partition for read in self.reads), 0)
 
     @property
     def samples_requested(self) -> int:
-        """Number of samples that the prompt requests."""
         return self.prompt.samples_per_prompt if self.prompt else self.run.config.rules.samples_per_prompt
 
     @property
     def counted(self) -> dict[int, Rollout]:
-        """Sample -> the rollout that counts: those of the outcome, otherwise the first ones in the log."""
+        """Sample number -> the sample that readers use: the one in the outcome or, without an outcome, the first one in the log."""
         if scored := self.scored:
             return {number: sample.rollout for number, sample in sorted(scored.items())}
         firsts = sorted(self.first_rollouts.values(), key=lambda recorded: recorded[0].offset)[: self.samples_requested]
@@ -202,18 +200,16 @@ class GroupHistory:
 
     @property
     def complete(self) -> bool:
-        """True if the group has all requested samples."""
         return self.prompt is not None and len(self.counted) >= self.samples_requested
 
     @property
     def status(self) -> str:
-        """Final status of the group, or `open`."""
         outcome = self.outcome.headers.outcome if self.outcome and self.outcome.headers else None
         return group_status(outcome, trained=self.step is not None, stale=self.stale is not None, ended=self.run.ended)
 
     @property
     def dead_letters(self) -> list[StoredDeadLetter]:
-        """Dead letters about this group's records, or about records that claim to be."""
+        """Dead letters about records whose headers name this group."""
         record_ids = {record.id for read in self.reads for record in read.records}
         return [
             stored
@@ -223,7 +219,7 @@ class GroupHistory:
 
     @property
     def timestamps(self) -> GroupTimestamps:
-        """When the group passed each stage, in Unix seconds; None if that is not recorded."""
+        """Times at which the group passed each stage."""
         group, step = self.group, self.step
         admitted = self.prompt or group
         begun = None if step is None else step.metrics.get("first_backward_at") or step.metrics.get("started_at")
@@ -233,21 +229,21 @@ class GroupHistory:
             admitted=admitted.created_ns / NS if admitted else None,
             scoring_started=(group.scored_ns - group.reward_ns) / NS if group and group.reward_ns is not None else None,
             scored=group.scored_ns / NS if group else None,
-            taken=max(begun, group.scored_ns / NS) if begun and group else None,  # not before its scores arrive
+            taken=max(begun, group.scored_ns / NS) if begun and group else None,  # a group cannot be trained before it is scored
             committed=step.time_ns / NS if step else None,
             published=self.version.time_ns / NS if self.version else None,
         )
 
 
 def read_group(run: RecordedRun, number: int, *, notify: Callable[[str], None], partition: int | None = None) -> GroupHistory:
-    """Read all records of one group, from its `partition` if that is passed.
+    """Read all records of one group. `partition` is the group's; if None, it is searched in all prompts.
 
-    Raises `ConfigError` if it was never admitted, `LogError` if its prompt was deleted.
+    Raises `ConfigError` if the group was never admitted, `LogError` if its prompt was deleted.
     """
     numbers, reader = {number}, run.reader
     prompts = [] if partition is None else list(reader.prompts(only=numbers, partitions=[partition], repeats=True))
     if not prompts:
-        notify(f"reading the prompts of {run.run}")
+        notify(f"searching the prompts of {run.run} for group {number}")
         prompts = list(reader.prompts(only=numbers, repeats=True))
     if not prompts:
         raise no_prompt(run, number)
@@ -275,9 +271,13 @@ def read_group(run: RecordedRun, number: int, *, notify: Callable[[str], None], 
 
 
 def why(history: GroupHistory) -> str:
-    """The reason of the group's status, in one clause, with the deleted records that might change it."""
+    """Return the reason of the group's status as a clause, with the deleted records that might change it."""
     include_open = history.status in ("open", "unused") and history.outcome is None
-    return f"{_why(history)}, unless more is gone: {'; '.join(history.gone)}" if include_open and history.gone else _why(history)
+    return (
+        f"{_why(history)}, unless deleted records say otherwise: {'; '.join(history.gone)}"
+        if include_open and history.gone
+        else _why(history)
+    )
 
 
 def _why(history: GroupHistory) -> str:
@@ -291,18 +291,18 @@ def _why(history: GroupHistory) -> str:
         case "open":
             return f"waits for {waits_for(_progress(history), run.config.rules)}"
         case "unused" if run.rescored_from is not None:
-            return f"this is a re-scoring of {run.rescored_from}, without a trainer: `penstock replay train {run.run}` trains from it"
+            return f"this run re-scores {run.rescored_from} and was never trained; train from it: penstock replay train {run.run}"
         case "unused":
             closed = run.past.ledger_state.closed
             reason = json.loads((closed and closed.details) or "{}").get("reason")
             ended = f"the run ended first ({reason})" if reason else "the run ended first"
-            return f"{ended}; it waited for {waits_for(_progress(history), run.config.rules)}"
+            return f"{ended}; the group was waiting for {waits_for(_progress(history), run.config.rules)}"
         case status:
-            return (history.group.reason if history.group else None) or f"its record says {status} and no more"
+            return (history.group.reason if history.group else None) or f"the outcome is {status}, without a reason"
 
 
 def stale_facts(history: GroupHistory) -> dict[str, Any] | None:
-    """Facts of the ledger and the schedule about a stale group; None for any other."""
+    """Return the facts from ledger and schedule about a stale group; None for any other group."""
     entry, schedule, oldest = history.stale, history.run.config.rules, history.policy_version_min
     if entry is None:
         return None
@@ -322,12 +322,12 @@ def _why_stale(history: GroupHistory) -> str:
     facts = stale_facts(history) or {}
     for dead_letter in (stored.dead_letter for stored in history.dead_letters):
         if dead_letter.kind == POISON and dead_letter.topic.endswith(".groups"):
-            return f"its record could not be read ({dead_letter.reason}): it was dead-lettered and its group dropped"
+            return f"the outcome could not be read ({dead_letter.reason}), so it was dead-lettered and the group dropped"
     if facts["lag"] is None:
-        return f"the ledger says so (entry {facts['entry']}); the record of its outcome is not in the log"
+        return f"ledger entry {facts['entry']} lists the group as stale; its outcome is not in the log"
     return (
-        f"its oldest trained token is of version {facts['policy_version_min']}, the learner was at version {facts['learner_version']}: "
-        f"{facts['lag']} behind, max_lag is {facts['max_lag']} (ledger entry {facts['entry']})"
+        f"the oldest trained token was generated under version {facts['policy_version_min']}, {facts['lag']} versions before the learner's "
+        f"{facts['learner_version']}; max_lag is {facts['max_lag']} (ledger entry {facts['entry']})"
     )
 
 
@@ -346,5 +346,4 @@ def _progress(history: GroupHistory) -> GroupProgress:
 
 
 def shown_place(record: Record | DeadLetter) -> str:
-    """Topic, partition and offset of a record as text: `shown_place(record)` is "rollouts/3/17"."""
     return f"{record.topic.rpartition('.')[2]}/{record.partition}/{record.offset}"

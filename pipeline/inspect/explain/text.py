@@ -1,4 +1,4 @@
-"""Text of a group's trace or of a refused record; times are seconds after the group was admitted."""
+"""Formats the trace of a group, and dead letters, for a terminal. Times are in seconds after the group was admitted."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,6 @@ Plain = Mapping[str, Any]
 
 
 def as_page(life: Plain) -> str:
-    """A group's trace as text of many lines."""
     zero = life["moments"]["admitted"]
     lines = [f"group {life['group']} of run {life['run']}: {life['status']}", f"  {life['why']}", ""]
     lines += _prompt(life["prompt"], life["group"])
@@ -31,12 +30,11 @@ def as_page(life: Plain) -> str:
     lines += _section("time", [f"{stage['begins_s']:+9.3f} s  {stage['name']:<38} {stage['seconds']:9.3f} s" for stage in life["times"]])
     lines += _section("records", _records(life["records"], zero))
     lines += _section("deleted", life["gone"])
-    lines += _section("dead letters", [letter_line(dead_letter) for dead_letter in life["dead_letters"]])
+    lines += _section("dead letters", [dead_letter_line(dead_letter) for dead_letter in life["dead_letters"]])
     return "\n".join(lines)
 
 
-def letter_line(dead_letter: Plain) -> str:
-    """A dead letter as one line."""
+def dead_letter_line(dead_letter: Plain) -> str:
     record = f"dead-letters/0/{dead_letter['offset']} of {dead_letter['of']} by {dead_letter['worker']}"
     return f"{record}, {dead_letter['kind']}: {dead_letter['reason']}"
 
@@ -48,7 +46,7 @@ def _section(name: str, lines: Iterable[str]) -> list[str]:
 
 def _prompt(prompt: Plain | None, group: int) -> list[str]:
     if prompt is None:
-        return [f"prompt    of group {group}: unreadable"]
+        return [f"prompt    the prompt of group {group} cannot be read"]
     return [
         f"prompt    {json.dumps(prompt['prompt'], ensure_ascii=False)} ({prompt['tokens']} tokens)",
         f"          row {prompt['row']} of the data, epoch {prompt['epoch']}; columns {_short(prompt['columns'])}",
@@ -87,7 +85,7 @@ def _samples(life: Plain, zero: float | None) -> list[str]:
 
 
 def _trajectory(sample: Plain) -> str:
-    """A trajectory in one line: turns, environment, rewards, and the error of a broken environment."""
+    """Format a trajectory in one line: turns, environment, rewards, and the error of a broken environment."""
     turns = [turn for turn in sample["turns"] if turn["source"] == "model"]
     rewards = " ".join("-" if turn["reward"] is None else f"{turn['reward']:g}" for turn in turns)
     last = sample["turns"][-1]
@@ -130,7 +128,7 @@ def _rewards(life: Plain) -> list[str]:
 
 
 def _logged(life: Plain) -> list[str]:
-    """The errors of samples without a reward, and the logged values."""
+    """Return lines with the errors of samples without a reward, and with the values that reward functions logged."""
     lines = [f"{sample['sample']:>6}  {sample['reward_error']}" for sample in life["samples"] if sample["reward_error"]]
     lines += [f"{sample['sample']:>6}  logged {_short(json.dumps(sample['logged']))}" for sample in life["samples"] if sample["logged"]]
     metrics = life["rewards"]["metrics"]
@@ -150,8 +148,8 @@ def _outcome(life: Plain, zero: float | None) -> list[str]:
         lines.append(f"generated under version {oldest}" if oldest == newest else f"generated under versions {oldest} to {newest}")
     if stale is not None:
         lines.append(
-            "stale at {at} s, when step {before_step} took its groups: learner version {learner_version}, lag {lag}, max_lag {max_lag}; "
-            "ledger entry {entry}".format(**stale, at=_after(stale["at_s"], zero))
+            "stale at {at} s, when the groups of step {before_step} were selected: learner version {learner_version}, lag {lag}, "
+            "max_lag {max_lag}; ledger entry {entry}".format(**stale, at=_after(stale["at_s"], zero))
         )
     return lines
 
@@ -168,7 +166,7 @@ def _step(step: Plain | None) -> list[str]:
         f"learner version {step['learner_version']}, lag {step['lag']}; advantage {step['advantage']}, loss {step['loss_name']}",
     ]
     if step["tokens"] == 0:
-        lines.append("the step has no trained token: it left the weights as they were")
+        lines.append("the step has no trained token, so it did not change the weights")
     elif step["denominator"] is not None:
         unit = "trained tokens" if step["aggregate"] == "token_mean" else "samples"
         share = step["group_weight"] / step["step_weight"] if step["step_weight"] else 0.0
@@ -179,17 +177,17 @@ def _step(step: Plain | None) -> list[str]:
     shown = [f"{name} {measured[name]:.6g}" for name in ("loss", "grad_norm", "lr", "reward_trained", "ess") if name in measured]
     lines.append("; ".join(shown))
     if step["clipped"] is not None and step["clipped"] < 1.0:
-        lines.append(f"the step's gradient was cut to its largest norm: times {step['clipped']:.4g}")
+        lines.append(f"the step's gradient was clipped to trainer.max_grad_norm: multiplied by {step['clipped']:.4g}")
     lines += [_rebased(rebased, step["step"]) for rebased in step["rebased"]]
     return lines + [f"left out: {sentence}" for sentence in step["left_out"]]
 
 
 def _rebased(rebased: Plain, step: int) -> str:
-    """A rebase of the run, and its effect on this step."""
+    """Describe a rebase of the run and its effect on this step."""
     if rebased["steps"] <= step:
-        return f"{rebased_line(rebased)}; this step came after it"
+        return f"{rebased_line(rebased)}; this step was trained after the rebase"
     is_repeated = any(difference["step"] == step for difference in rebased["differences"])
-    return f"{rebased_line(rebased)}; this step was {'among those repeated' if is_repeated else 'not among those that differ'}"
+    return f"{rebased_line(rebased)}; this step {'was recomputed' if is_repeated else 'did not differ'}"
 
 
 def _records(records: Sequence[Plain], zero: float | None) -> list[str]:
@@ -210,7 +208,7 @@ def _number(value: float | None) -> str:
 
 
 def _short(text: str, shown: int = SHOWN_TEXT) -> str:
-    """A text; of a long one start and end, since the question is at the end of a chat template."""
+    """Quote a text; shorten a long one to start and end, because the question is at the end of a chat template."""
     if len(text) <= shown:
         return text
     return f"{text[: shown // 3]} … {text[-(shown - shown // 3) :]} ({len(text)} characters)"

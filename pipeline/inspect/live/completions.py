@@ -1,4 +1,4 @@
-"""Completions for the live view: the best of the newest groups, and the newest; only shown payloads are decoded."""
+"""Selects the completions that the live view shows: the best of the recent groups, and the newest. Only these payloads are decoded."""
 
 import math
 from collections import deque
@@ -12,26 +12,24 @@ from penstock.topics.wire.record import Record
 
 RECENT = 16
 KNOWN = 32
-"""Prompts whose common beginning and end, which a chat template makes, are left out."""
+"""Number of recent prompts that are compared to detect the chat template, which is not shown."""
 LEAST_COMMON = 12
 REFERENCE = 24
-"""Most characters of a reference answer."""
+"""Largest number of characters shown of a reference answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sample."""
+    """One sample to show."""
 
     which: str
-    """best or newest"""
     reward: float | None
     prompt: str
     text: str
     reference: str | None = None
-    """The reference answer of the prompt's row."""
 
     def line(self, width: int) -> str:
-        """The sample in a line of at most `width` characters, with the ends of its texts: "best 1.000  '2+2=' → '4', answer 4"."""
+        """Format the sample in at most `width` characters, with the ends of its texts: "best 1.000  '2+2=' → '4', answer 4"."""
         head = f"{self.which} {'no reward' if self.reward is None else f'{self.reward:.3f}'}  "
         tail = "" if self.reference is None else f", answer {_end(self.reference, REFERENCE)}"
         room = max(8, (width - len(head) - len(tail) - 7) // 2)
@@ -40,7 +38,7 @@ class Completion:
 
 @dataclass(slots=True)
 class Completions:
-    """The newest scored groups of a run, undecoded."""
+    """The newest scored groups of a run, as records that are not decoded."""
 
     run: str
     _records: "deque[tuple[float, Record]]" = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -49,7 +47,7 @@ class Completions:
     _stale: bool = False
 
     def add(self, folded: object, record: Record) -> None:
-        """Add a record if it is a group with rewards in one part; `folded` is the view's result for it."""
+        """Add a record if it is a single-part group with rewards; `folded` is the content that `RunView.fold` returned."""
         if record.topic != f"{self.run}.groups":
             return
         headers = folded if isinstance(folded, Headers) else self._checked(record)
@@ -58,7 +56,7 @@ class Completions:
             self._stale = True
 
     def shown(self) -> list[Completion]:
-        """The best sample of the recent group with the highest mean reward, and the first one of the newest group."""
+        """Return the best sample of the recent group with the highest mean reward, and the first sample of the newest group."""
         if self._stale:
             self._stale = False
             best = self._read(max(self._records, key=lambda entry: entry[0])[1])
@@ -85,20 +83,20 @@ class Completions:
         try:
             group = groups.read(record, run=self.run)[1]
         except Unusable:
-            return None  # the trainer sends it to the dead-letter topic
+            return None  # the trainer reports the record as a dead letter
         if group.prompt not in self._prompts:
             self._prompts.append(group.prompt)
         return group
 
     def _completion(self, which: str, group: groups.Group, sample: groups.ScoredSample) -> Completion:
         prompt = without_template(group.prompt, list(self._prompts))
-        # The part that all prompts have in common may belong to the question: it must not seem to end there.
+        # The common prefix may include the start of the question, so an ellipsis marks the cut.
         prompt += "" if group.prompt.endswith(prompt) else "…"
         return Completion(which, sample.reward, prompt, sample.completion, reference_text(group.columns))
 
 
 def without_template(prompt: str, prompts: list[str]) -> str:
-    """A prompt without the common prefix and suffix of all prompts, which are those of a chat template."""
+    """Remove the common prefix and suffix of all prompts, which are those of a chat template, from one prompt."""
     if len(prompts) < 2:
         return prompt
     first, last = len(shared(*prompts)), len(shared(*(text[::-1] for text in prompts)))
@@ -108,13 +106,12 @@ def without_template(prompt: str, prompts: list[str]) -> str:
 
 
 def shared(*texts: str) -> str:
-    """Common prefix of the texts: `shared("ask: 1+1", "ask: 2+2")` is "ask: "."""
+    """Return the common prefix of the texts: `shared("sum: 1+1", "sum: 2+2")` is "sum: "."""
     low, high = min(texts), max(texts)
     length = min(len(low), len(high))
     return low[: next((index for index in range(length) if low[index] != high[index]), length)]
 
 
 def _end(text: str, limit: int) -> str:
-    """The end of a text, where the question and the result are."""
     line = " ".join(text.split())
     return line if len(line) <= limit else f"…{line[len(line) - limit + 1 :]}"

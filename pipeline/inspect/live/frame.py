@@ -1,4 +1,4 @@
-"""One frame of the live view as a rich renderable, or as one plain line; pure functions of a `RunView` and the time."""
+"""Formats one frame of the live view as a rich renderable, or as one plain line, from a `RunView` and the time. No I/O."""
 
 from collections.abc import Mapping, Sequence
 
@@ -33,14 +33,14 @@ from penstock.pipeline.runtime.roles import ROLES, generating_roles, order
 from penstock.topics.metrics import Activity, activity_of
 
 SILENT_S = 5.0
-"""A worker without a report for this long is marked as silent; workers report each second."""
+"""A worker without a report for this long is marked as silent; workers report every second."""
 GONE_S, PATIENCE_S = 60.0, 20.0
-"""A worker without a report for `GONE_S` has left; one may start up to `PATIENCE_S` later than the others."""
+"""A worker without a report for `GONE_S` is missing. A worker may start up to `PATIENCE_S` later than the others."""
 HEADER_LINES = 12
 FAILURES = 2
 BORDER, LEAST_CURVE = 4, 8
 WIDE, NARROW = 96, 72
-"""Columns of a terminal with room for every number of a worker, or for some."""
+"""Terminal widths in columns from which all numbers of a worker are shown, or some."""
 COLUMNS = ("version", "lag", "groups/s", "samples/s", "tokens/s", "cpu")
 
 
@@ -56,9 +56,9 @@ def frame(
     status: str | None = None,
     steady: SteadyBottleneck | None = None,
 ) -> RenderableType:
-    """The full frame for a terminal of this size; `silent`: worker -> seconds since its last report; `status` is the launcher's.
+    """Format the frame for a terminal of this size; the first lines show reward, remaining time and bottleneck.
 
-    The first lines are about whether the run learns, how long it still takes, and what holds it up.
+    `silent` maps a worker to the seconds since its last report; `status` replaces the run's status in the log.
     """
     status = status or status_of(view)
     slowest = bottleneck(view) if status in ("created", "running") else None
@@ -89,7 +89,7 @@ def frame(
 
 
 def line(view: RunView, *, now_s: float) -> str:
-    """The state in one line, for where there is no terminal."""
+    """Format the state in one line, for output that is not a terminal."""
     parts = [f"step {view.steps_done}/{steps_planned(view) or '?'}"]
     if last_reward(view) is not None:
         parts.append(f"reward {last_reward(view):.3f}")
@@ -112,7 +112,6 @@ def line(view: RunView, *, now_s: float) -> str:
 
 
 def _news(view: RunView, *, now_s: float) -> list[str]:
-    """The current work of a run, or its bottleneck."""
     if view.closed is not None:
         return [f"{worker.worker}: {doing(worker, now_s=now_s)}" for worker in ordered(view) if not worker.ended]
     if not view.steps:
@@ -125,21 +124,20 @@ def _news(view: RunView, *, now_s: float) -> list[str]:
 
 
 def waiting_for(view: RunView, *, now_s: float) -> str:
-    """Activities of the workers before the first step."""
     if not view.workers:
         return "waiting for the workers"
     return "; ".join(f"{worker.worker}: {doing(worker, now_s=now_s)}" for worker in ordered(view) if worker.role != "tracker")
 
 
 def doing(worker: WorkerView, *, now_s: float, silent_s: float = 0.0) -> str:
-    """Activity text of a worker, with the elapsed time if it does not report meanwhile: "training step 3, micro-batch 2 of 5, 31 s"."""
+    """Format a worker's activity, with the time since its last report if long: "training step 3, micro-batch 2 of 5, 31 s"."""
     text = worker.labels.get("doing", "starting")
     lasts_s = max(silent_s, now_s - worker.since_ns / 1e9 if worker.since_ns else 0.0)
     return f"{text}, {lasts_s:.0f} s" if not activity_of(worker.labels).reports and lasts_s > SILENT_S else text
 
 
 def missing(view: RunView, *, now_s: float, silent: Mapping[str, float]) -> list[str]:
-    """Required roles without a worker once others have reported for `PATIENCE_S`; none while workers are stopping."""
+    """Return the required roles without a worker, once other roles have reported for `PATIENCE_S`; empty while workers are stopping."""
     workers = list(view.workers.values())
     there = [worker for worker in workers if not worker.ended and silent.get(worker.worker, 0.0) < GONE_S]
     stopping = any(worker.ended and now_s - worker.time_ns / 1e9 < GONE_S for worker in workers)
@@ -152,7 +150,6 @@ def missing(view: RunView, *, now_s: float, silent: Mapping[str, float]) -> list
 
 
 def _computing(view: RunView, *, now_s: float) -> str | None:
-    """The trainer's computation, if it takes long."""
     trainer = next((worker for worker in view.workers.values() if worker.role == "trainer" and not worker.ended), None)
     if trainer is None or activity_of(trainer.labels) != Activity.COMPUTE:
         return None
@@ -180,9 +177,9 @@ def _progress(view: RunView, *, now_s: float, over: bool) -> Table:
 
 
 def _learning(view: RunView, *, width: int) -> Text:
-    """The report's sentence on the reward, and its curve if there is room after it."""
+    """Format the reward as a sentence, followed by its curve if there is room."""
     if last_reward(view) is None:
-        return Text("no samples are scored yet", style="dim")
+        return Text("no sample has been scored yet", style="dim")
     reward = reward_ends(view, steps=view.steps_done, per_version=steps_per_version(view))
     if not view.steps:
         return Text(f"no step yet; reward {last_reward(view):.3f}")
@@ -211,7 +208,7 @@ def _episodes(view: RunView) -> list[str]:
 
 def _health(view: RunView, *, outage_s: float) -> Text:
     if outage_s > 1.0:
-        return Text(f"the broker does not respond (for {outage_s:.0f} s); everything waits and nothing is lost", style="red")
+        return Text(f"the broker has not responded for {outage_s:.0f} s; all workers wait, and nothing is lost", style="red")
     step = _last(view)
     parts = [f"version {view.version if view.version is not None else '-'}"]
     if step is not None and "lag_mean" in step.metrics:
@@ -240,7 +237,7 @@ def _workers(view: RunView, *, now_s: float, silent: Mapping[str, float], rows: 
     lines = [(worker, _row(view, worker, now_s=now_s, silent_s=silent.get(worker.worker, 0.0))) for worker in workers[:rows]]
     shown = COLUMNS if width >= WIDE else ("version", "tokens/s") if width >= NARROW else ()
     candidates = [number for number, name in enumerate(COLUMNS) if name in shown]
-    columns = [number for number in candidates if any(cells[number + 2] for _, cells in lines)]  # an empty column takes room from "now"
+    columns = [number for number in candidates if any(cells[number + 2] for _, cells in lines)]  # leave out empty columns
     for number in columns:
         table.add_column(COLUMNS[number], justify="right", no_wrap=True)
     for worker, (name, activity, *numbers) in lines:
@@ -267,7 +264,7 @@ def _row(view: RunView, worker: WorkerView, *, now_s: float, silent_s: float) ->
     else:
         lag = view.version - version if version is not None and view.version is not None else None
         rates = (worker.rate("admitted" if worker.role == "feeder" else "groups"), worker.rate("samples"), worker.rate("tokens"))
-    cpu = worker.rate("cpu_s") if silent_s <= SILENT_S else None  # a computing trainer reports nothing meanwhile
+    cpu = worker.rate("cpu_s") if silent_s <= SILENT_S else None  # outdated if the worker is silent
     return (
         Text(worker.worker, style=ROLES[worker.role].colour if worker.role in ROLES else ""),
         activity,
@@ -279,7 +276,7 @@ def _row(view: RunView, worker: WorkerView, *, now_s: float, silent_s: float) ->
 
 
 def _step_rates(view: RunView) -> tuple[float | None, float | None, float | None]:
-    """Groups, samples and tokens a second that the last steps have trained."""
+    """Return groups, samples and tokens per second that were trained in the last steps."""
     recent = [view.steps[number] for number in sorted(view.steps)[-RECENT_STEPS - 1 :]]
     span = recent[-1].time_s - recent[0].time_s if len(recent) > 1 else 0.0
     if span <= 0 or has_ended(view):
@@ -289,7 +286,7 @@ def _step_rates(view: RunView) -> tuple[float | None, float | None, float | None
 
 
 def ordered(view: RunView) -> list[WorkerView]:
-    """The workers of a run in the order of the pipeline, those that have ended after the others of their role."""
+    """Return the workers in pipeline order; within a role, those that have ended are last."""
     return sorted(view.workers.values(), key=lambda worker: (order(worker.role), worker.ended, len(worker.worker), worker.worker))
 
 
@@ -299,7 +296,6 @@ def _dead_letters(view: RunView) -> str:
 
 
 def named(slowest: Bottleneck) -> str:
-    """The bottleneck in a few words."""
     return "rollout and trainer take turns" if slowest.who == "turns" else f"{slowest.who} is the bottleneck"
 
 

@@ -1,4 +1,4 @@
-"""The run view as a record of the topic `state`, from which readers start; without a usable one they read all records."""
+"""Stores run views in the topic `state`, so that readers start from the newest one instead of reading all records."""
 
 import functools
 import json
@@ -24,9 +24,9 @@ from penstock.topics.wire.record import Outgoing
 
 FORMAT = 2
 EVERY_S = 15.0
-"""Interval between saved views; a reader folds the records written since the newest one."""
+"""Interval between saved views."""
 MOST_BYTES = 8 << 20
-"""A larger view is not written: it has too many dead letters or too many incarnations of workers."""
+"""A view that is larger, because of many dead letters or restarted workers, is not saved."""
 REWARDS = 256
 """Largest number of reward entries in a saved view; older versions are merged into ranges to stay below it."""
 
@@ -35,7 +35,7 @@ Saved = tuple[RunView, dict[Partition, int]]
 
 @dataclass(slots=True)
 class ViewWriter:
-    """Writes the run view with the offsets up to which it was folded."""
+    """Writes the run view with the offsets after the records that it contains."""
 
     log: Log
     producer: Producer
@@ -43,13 +43,13 @@ class ViewWriter:
     _written_s: float = float("-inf")
 
     def write(self, view: RunView, positions: Mapping[Partition, int], *, now: bool = False) -> Pending | None:
-        """Write the view if that is due, and return its record. `positions` are the offsets up to which it was folded."""
+        """Write the view if the interval has passed or `now`; return the pending record. `positions`: offsets after its records."""
         if not now and time.monotonic() - self._written_s < EVERY_S:
             return None
         self._written_s = time.monotonic()
         topic = f"{view.run}.{STATE}"
         text = to_json(view)
-        if len(text) > MOST_BYTES or self.log.partitions(topic) is None:  # the run is older than this topic
+        if len(text) > MOST_BYTES or self.log.partitions(topic) is None:  # an earlier release created the run, without this topic
             return None
         named = {f"{name.removeprefix(f'{view.run}.')}/{number}": offset for (name, number), offset in positions.items()}
         record = state.State(worker=self.worker, positions=json.dumps(named), view=text)
@@ -59,7 +59,7 @@ class ViewWriter:
 
 
 def newest(log: Log, run: str) -> Saved:
-    """The newest saved view and the offsets after it; an empty view and no offsets if none is usable. Raises `LogError`."""
+    """Return the newest saved view and the offsets after its records; an empty view and no offsets if none is usable. Raises `LogError`."""
     state_partition = (f"{run}.{STATE}", 0)
     if log.partitions(state_partition[0]) is None:
         return RunView(run=run), {}
@@ -71,7 +71,7 @@ def newest(log: Log, run: str) -> Saved:
             if not all(number < (log.partitions(topic) or 0) for topic, number in positions):
                 continue
             ends = log.end_offsets(positions)
-            if all(ends[tp] >= offset for tp, offset in positions.items()):  # otherwise records that it has folded were lost
+            if all(ends[tp] >= offset for tp, offset in positions.items()):  # otherwise the log has lost records that the view contains
                 starts = log.beginning_offsets(positions)
                 return from_json(run, saved.view), {tp: max(starts[tp], offset) for tp, offset in positions.items()}
         except (Unusable, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -80,7 +80,7 @@ def newest(log: Log, run: str) -> Saved:
 
 
 def to_json(view: RunView) -> str:
-    """A view as JSON, without its registry records, which are few and read each time."""
+    """Encode a view as JSON, without registrations, which are few and always read."""
     plain: dict[str, Any] = {name: getattr(view, name) for name in _SAVED} | {"format": FORMAT, "rewards": _stretches(view)}
     for name in _KEY:
         plain[name] = list(plain[name].values())
@@ -93,10 +93,10 @@ def to_json(view: RunView) -> str:
 
 
 def from_json(run: str, text: str) -> RunView:
-    """The view in `text`. Raises `ValueError`, `KeyError`, `TypeError` for text that `to_json` of this release did not write."""
+    """Decode a view. Raises `ValueError`, `KeyError` or `TypeError` for text that `to_json` of this release did not write."""
     plain = json.loads(text, object_hook=lambda item: IdSet.from_json(item) if "pages" in item else item)
     if plain["format"] != FORMAT:
-        raise ValueError(f"a view of format {plain['format']}, this release reads {FORMAT}")
+        raise ValueError(f"the saved view has format {plain['format']}, this release reads {FORMAT}")
     for worker in plain["workers"]:
         worker["values"] = {}
     for name, key in _KEY.items():
@@ -112,7 +112,7 @@ def from_json(run: str, text: str) -> RunView:
 
 
 _KEY: Mapping[str, Any] = {"steps": 0, "versions": "version", "workers": "worker", "evals": "version"}
-"""Field that is saved as a list of its values -> the part of a value that is its key."""
+"""Field that is saved as a list of values -> attribute or index of a value that is its key."""
 _PAIRS = {"open": 1, "groups": 1, "rewards": 1, "dead_letters": 3, "measured": 2}
 """Field that is saved as a list of [*key, *value] -> length of the key."""
 _TUPLES = frozenset({"open", "groups", "rewards"})
@@ -126,7 +126,7 @@ def _adapter() -> TypeAdapter[list[RunView]]:
 
 
 def _plain(item: Any) -> Any:
-    """An object that `json` does not know as plain data."""
+    """Convert an object for `json.dumps`, as its argument `default`."""
     if isinstance(item, IdSet):
         return item.as_json()
     if isinstance(item, set | deque):
@@ -137,7 +137,7 @@ def _plain(item: Any) -> Any:
 
 
 def _stretches(view: RunView) -> dict[int, Tally]:
-    """Rewards by first version of a range, wide enough for `REWARDS` ranges; the newest versions have their own entries."""
+    """Return first version of a range -> tally, with at most about `REWARDS` ranges; the newest versions are not merged."""
     width, newest = 1, max(view.rewards, default=0)
     while newest // width > REWARDS:
         width *= 2

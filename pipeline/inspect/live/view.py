@@ -34,13 +34,12 @@ FORMAT = '<pre style="line-height:1.3;font-family:ui-monospace,Menlo,monospace">
 
 
 class NotebookScreen:
-    """An output of the cell that runs."""
+    """Screen in the output of the running notebook cell."""
 
     def __init__(self, display: Any) -> None:
         self._display, self._handle = display, None
 
     def start(self) -> None:
-        """Reserve an output of the cell."""
         self._handle = self._display({"text/plain": "starting"}, raw=True, display_id=True)
 
     def update(self, frame: RenderableType, *, refresh: bool) -> None:
@@ -49,18 +48,17 @@ class NotebookScreen:
             self._handle.update({"text/html": as_html(frame), "text/plain": "a view of the run"}, raw=True)
 
     def stop(self) -> None:
-        """Keep the last frame."""
+        """Leave the last frame in the output."""
 
 
 def as_html(frame: RenderableType) -> str:
-    """A frame as HTML with its colours."""
     console = Console(record=True, file=io.StringIO(), width=WIDTH, force_jupyter=False)
     console.print(frame)
     return console.export_html(inline_styles=True, code_format=FORMAT)
 
 
 def notebook_screen() -> NotebookScreen | None:
-    """A screen in the notebook whose kernel this process is; None where it is none."""
+    """Return a screen in the notebook if this process is a notebook kernel; else None."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if getattr(shell, "kernel", None) is None:
         return None
@@ -70,10 +68,10 @@ def notebook_screen() -> NotebookScreen | None:
 
 
 class Terminal(Console):
-    """A rich console that shows hidden characters of texts escaped; rich itself removes only some."""
+    """A rich console that escapes hidden characters in texts; rich itself removes only some of them."""
 
     def __init__(self, *, stderr: bool = False, **options: Any) -> None:
-        # A `Live` replaces standard output; without a file of its own, the console would write its control characters escaped.
+        # `Live` replaces sys.stdout. The console needs its own file, or its control characters would be escaped too.
         super().__init__(**{"file": exact_output(error=stderr), **options})
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
@@ -88,7 +86,7 @@ DEAD_LETTERS_SHOWN = 3
 
 
 class LiveView:
-    """A frame that is replaced in place, or plain lines without a terminal; the owner's loop polls it."""
+    """Shows a run as a frame that is replaced in place or, without a terminal, as plain lines. Call `poll` in a loop."""
 
     def __init__(self, log: Log, run: str, *, console: Console, plain: bool, screen: NotebookScreen | None = None) -> None:
         self.view = RunView(run=run)
@@ -99,7 +97,7 @@ class LiveView:
         self._completions = Completions(run)
         self._steady = SteadyBottleneck()
         self.status: str | None = None
-        """Set by the launcher; shown instead of the status in the log."""
+        """Status to show instead of the one in the log; set by the launcher."""
         in_place = console.is_terminal and not plain
         terminal = Live(console=console, auto_refresh=False, transient=True, redirect_stderr=False) if in_place else None
         self._live: Live | NotebookScreen | None = screen or terminal
@@ -110,12 +108,12 @@ class LiveView:
             self._live.start()
 
     def poll(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` for news and show them."""
+        """Wait up to `timeout_s` for records, and show them."""
         for record in self._read(timeout_s):
             try:
                 folded = self.view.fold(record)
             except Unusable:
-                continue  # the role that owns reading the topic puts it aside; it is shown as a dead letter
+                continue  # a worker reports the record as a dead letter, which is shown
             if isinstance(folded, Measurement):
                 self._heard[folded.worker] = time.monotonic()
             self._completions.add(folded, record)
@@ -131,21 +129,21 @@ class LiveView:
 
     @property
     def silent(self) -> dict[str, float]:
-        """Seconds since anything was heard of each worker that has reported."""
+        """Worker -> seconds since its last report was read."""
         now = time.monotonic()
         return {worker: now - heard for worker, heard in self._heard.items()}
 
     def tell(self, text: str, *, style: str = "") -> None:
-        """Print a line above the frame, or among the plain lines; wrapped at words on a terminal, not wrapped in a file."""
+        """Print a line above the frame or among the plain lines; on a terminal it is wrapped at words."""
         self._console.print(Text(text, style=style), soft_wrap=not self._console.is_terminal)
 
     def close(self, *, status: str | None = None) -> None:
-        """Show the last state, leave it on the screen, and stop reading; `status` is shown where the log does not have it yet."""
+        """Show the last state, leave it on the screen, and stop reading. `status` is shown if the log does not have a final one yet."""
         self.status = status
         if self._live is not None:
             self._refresh()
             self._live.stop()
-            if isinstance(self._live, Live):  # its frame is removed
+            if isinstance(self._live, Live):  # stopping it removes the frame
                 self._console.print(self._frame())
             self._live = None
         elif self._printed_step != self.view.steps_done:
@@ -155,7 +153,7 @@ class LiveView:
             self._tail = None
 
     def _read(self, timeout_s: float) -> list[Record]:
-        """New records; waits for an unreachable broker without limit, because nothing depends on this reader."""
+        """Return new records. Waits for an unreachable broker without limit, because no worker depends on this reader."""
         try:
             if self._tail is not None or self._open():
                 assert self._tail is not None
@@ -170,7 +168,7 @@ class LiveView:
         counts = {name: self._log.partitions(name) for name in names}
         if not all(counts.values()):
             return False
-        made = f"{self.view.run}.run"  # a run of an earlier release has none
+        made = f"{self.view.run}.run"  # missing if an earlier release created the run
         counts[made] = self._log.partitions(made)
         self.view, since = newest(self._log, self.view.run)
         self._heard = dict.fromkeys((worker.worker for worker in self.view.workers.values() if not worker.ended), time.monotonic())
@@ -195,7 +193,7 @@ class LiveView:
                 self.tell(f"  {one.line(PLAIN_WIDTH)}")
 
     def _tell(self, folded: object) -> None:
-        """Lines for what happens seldom and should not be missed."""
+        """Print lines for rare events: evaluations, dead letters, changes of status."""
         if isinstance(folded, DeadLetter):
             self._tell_dead_letter(folded)
         elif isinstance(folded, Measurement) and folded.kind == "eval":
@@ -219,16 +217,16 @@ class LiveView:
     def _refresh(self) -> None:
         assert self._live is not None
         shown = self._frame()
-        if isinstance(self._live, Live):  # the echoed ^C must not start a new line, or the frame's first line stays on the screen
+        if isinstance(self._live, Live):  # an echoed ^C must not start a new line: the frame's first line would stay on the screen
             shown = Constrain(shown, self._console.width - len("^C"))
         self._live.update(shown, refresh=True)
 
     def _tell_dead_letter(self, dead_letter: DeadLetter) -> None:
-        """The first dead letters of a kind, then only how many they are, ever more seldom."""
+        """Print the first dead letters of a kind, and later only their number, at growing intervals."""
         self._dead_letter_counts[dead_letter.kind] += 1
         count = self._dead_letter_counts[dead_letter.kind]
         if count <= DEAD_LETTERS_SHOWN:
             record_name = f"{dead_letter.topic.removeprefix(f'{self.view.run}.')}/{dead_letter.partition}/{dead_letter.offset}"
             self.tell(f"dead letter: {record_name} {dead_letter.kind}: {dead_letter.reason}", style="yellow")
         elif count in (10, 100, 1_000, 10_000, 100_000):
-            self.tell(f"dead letters: {count:,} of kind {dead_letter.kind}; the newest says: {dead_letter.reason}", style="yellow")
+            self.tell(f"dead letters: {count:,} of kind {dead_letter.kind}; the newest: {dead_letter.reason}", style="yellow")

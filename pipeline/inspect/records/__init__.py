@@ -1,1 +1,1 @@
-"""Single records of a topic, for reading."""
+"""Runs, topics and single records as plain data for the user."""

@@ -1,4 +1,4 @@
-"""Runs of a broker, a run's topics and their records as plain data; undecodable records are included with the reason."""
+"""A run's topics and their records as plain data and as text. Undecodable records are included, with the reason."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.pipeline.inspect.tables.token_texts import TokenTexts
 
 COUNTED_BYTES, COUNTED_OFFSETS = 64 << 20, 200_000
-"""Largest topic whose records are counted, since counting means reading them."""
+"""Largest topic, in bytes and in offsets, whose records are counted. Counting requires reading them."""
 SHOWN_BYTES = 32
 
 _READERS: Mapping[str, Callable[..., object]] = {
@@ -42,31 +42,31 @@ _READERS: Mapping[str, Callable[..., object]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicRow:
-    """One topic of a run."""
+    """Size of one topic of a run."""
 
     topic: str
     kafka_name: str
     partitions: int
     offsets: int
-    """Offsets in use: records and transaction markers, without those deleted by retention."""
+    """Number of retained offsets, of records and transaction markers."""
     records: int | None
-    """None for a topic that is too large to count."""
+    """Number of records; None if the topic is too large to count."""
     bytes: int | None
-    """Disk space in this machine's broker; None for any other broker."""
+    """Disk space on this machine's embedded broker; None for any other broker."""
 
 
 def kafka_topic(run: str, topic: str) -> str:
-    """The Kafka name of a run's topic, or of the registry of runs. Raises `ConfigError` naming the nearest topic."""
+    """Return the Kafka name of a run's topic or of the topic of all runs. Raises `ConfigError` with the nearest name."""
     plain = topic.removeprefix(f"{run}.")
     if plain in (RUNS_TOPIC, "runs"):
         return RUNS_TOPIC
     if plain not in (*TOPICS, *TURNS):
-        raise ConfigError(f"there is no topic {topic!r}: {', '.join((*TOPICS, *TURNS))}{nearest(plain, (*TOPICS, *TURNS))}")
+        raise ConfigError(f"there is no topic {topic!r}; expected one of {', '.join((*TOPICS, *TURNS))}{nearest(plain, (*TOPICS, *TURNS))}")
     return topic_name(run, plain)
 
 
 def list_topics(log: Log, run: str, *, sizes: Mapping[str, int] = MappingProxyType({}), count_records: bool = True) -> list[TopicRow]:
-    """A run's topics in pipeline order, without missing ones. `sizes` are bytes by Kafka name; counting records means reading them."""
+    """Return a run's existing topics in pipeline order. `sizes` maps Kafka names to bytes; records are read if `count_records`."""
     counts = {topic: log.partitions(topic_name(run, topic)) for topic in (*TOPICS, *TURNS)}
     rows = []
     for topic, count in counts.items():
@@ -91,12 +91,12 @@ def list_topics(log: Log, run: str, *, sizes: Mapping[str, int] = MappingProxyTy
 
 
 def tail(log: Log, run: str, topic: str, *, count: int, follow: bool, wait_s: float = 0.5) -> Iterator[Record]:
-    """The newest `count` records of a topic over all its partitions, by time; with `follow`, then every new record without end."""
+    """Yield the newest `count` records over all partitions of a topic, by time; if `follow`, then every new record forever."""
     name = kafka_topic(run, topic)
     partitions = [(name, partition) for partition in range(log.partitions(name) or 0)]
     beginning_offsets, end_offsets = log.beginning_offsets(partitions), log.end_offsets(partitions)
     window, newest = max(16, 2 * count), []
-    while count:  # offsets are not records: markers of transactions take some, so a window may hold too few
+    while count:  # transaction markers take offsets too, so a window of offsets may contain too few records
         reader = log.tail({tp: max(beginning_offsets[tp], end_offsets[tp] - window) for tp in partitions})
         newest = list(drain(reader, end_offsets))
         if len(newest) >= count or all(end_offsets[tp] - window <= beginning_offsets[tp] for tp in partitions):
@@ -114,15 +114,16 @@ def tail(log: Log, run: str, topic: str, *, count: int, follow: bool, wait_s: fl
 
 
 def record_at(log: Log, run: str, topic: str, *, partition: int, offset: int) -> Record:
-    """One record by partition and offset. Raises `RecordMissing` if there is none."""
+    """Read the record at a partition and offset. Raises `RecordMissing` if there is none."""
     name = kafka_topic(run, topic)
     if partition >= (count := log.partitions(name) or 0):
-        raise RecordMissing(f"{name} has no partition {partition}: {f'0 to {count - 1}' if count else 'there is no such topic'}")
+        has = f"its partitions are 0 to {count - 1}" if count else "the topic does not exist"
+        raise RecordMissing(f"{name} has no partition {partition}: {has}")
     return log.read(name, partition, [offset])[0]
 
 
 def view(record: Record, *, run: str) -> dict[str, Any]:
-    """A record as plain data, with the reason if it is unusable; of a dead letter also the `refused` record and its `claims_group`."""
+    """Convert a record to plain data, with the reason if it is unusable. A dead letter also has the `refused` record and `claims_group`."""
     payload, problem = _payload(record, run)
     dead_letter_fields = _refused(record, run) if record.topic == topic_name(run, "dead-letters") and problem is None else {}
     return {
@@ -141,7 +142,7 @@ def view(record: Record, *, run: str) -> dict[str, Any]:
 
 def _refused(record: Record, run: str) -> dict[str, Any]:
     dead_letter = dead_letters.read(record, run=run)[1]
-    # A poison record is not decoded here either.
+    # A poison record is not decoded, because decoding it may crash.
     refused = (
         None if dead_letter.kind == POISON or dead_letter.topic == record.topic else view(dead_letters.to_record(dead_letter), run=run)
     )
@@ -152,12 +153,12 @@ def _payload(record: Record, run: str) -> tuple[dict[str, Any] | None, str | Non
     try:
         _read(record, run)
     except Unusable as error:
-        return None, f"{error.kind}: {error}; begins with {_text(record.value[:SHOWN_BYTES])}"
-    # The columns as any Arrow library reads them: the bytes were checked above.
+        return None, f"{error.kind}: {error}; the payload starts with {_text(record.value[:SHOWN_BYTES])}"
+    # The payload was checked above, so its columns can be read directly.
     table = pa.ipc.open_stream(record.value).read_all()
     maps = {field.name for field in table.schema if pa.types.is_map(field.type)}
     rows = [{name: dict(value) if name in maps else _plain(value) for name, value in row.items()} for row in table.to_pylist()]
-    for row, name in itertools.product(rows, ("config", "details")):  # an earlier release left passwords there
+    for row, name in itertools.product(rows, ("config", "details")):  # earlier releases stored passwords in these columns
         if isinstance(row.get(name), str):
             row[name] = without_passwords(row[name])
     return rows[0] if len(rows) == 1 else {"samples": rows}, None
@@ -167,7 +168,7 @@ def _read(record: Record, run: str) -> None:
     topic = record.topic.removeprefix(f"{run}.")
     if record.topic == RUNS_TOPIC:
         runs.read(record, run=_text(record.key) or "")
-    elif topic == "groups":  # one part of a group is shown alone
+    elif topic == "groups":  # check only this part of the group
         groups.check(record, run=run)
         groups.decode_part(record.value)
     elif topic == "weights":
@@ -187,7 +188,7 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: bytes | None) -> str | None:
-    """Bytes as text if they are printable ASCII, otherwise in hexadecimal."""
+    """Convert bytes to text if they are printable ASCII, otherwise to hexadecimal."""
     if value is None:
         return None
     text = value.decode("ascii", "replace")
@@ -198,7 +199,7 @@ SHOWN_ITEMS = 24
 SHOWN_TEXT = 80
 SHOWN_SAMPLE = 24
 HIDDEN = frozenset({"run", "schema", "sha256", "crc32", "part", "parts", "tokens", "sample-tokens", "samples", "no-reward", "reward-mean"})
-"""Headers that a line leaves out: they are the same for all records or part of the payload's summary."""
+"""Headers that are not shown in a line, because all records have the same ones or the summary of the payload includes them."""
 
 
 def as_json_line(record: Record, *, run: str) -> str:
@@ -206,7 +207,7 @@ def as_json_line(record: Record, *, run: str) -> str:
 
 
 def as_line(record: Record, *, run: str, texts: "TokenTexts | None" = None) -> str:
-    """A record as one line: time, partition, offset, headers, and a summary of its payload; `texts` decodes the tokens of samples."""
+    """Format a record in one line: time, partition, offset, headers, summary of the payload. `texts` decodes token ids of samples."""
     fields = view(record, run=run)
     moment = clock("%H:%M:%S", fields["time_s"])
     topic = record.topic.rpartition(".")[2]
@@ -217,7 +218,7 @@ def as_line(record: Record, *, run: str, texts: "TokenTexts | None" = None) -> s
 
 
 def clock(form: str, time_s: float) -> str:
-    """The local time; the seconds if it is outside the calendar, which a record may contain."""
+    """Format a Unix time as local time; if it is outside the calendar, as it may be in a damaged record, as seconds."""
     try:
         return time.strftime(form, time.localtime(time_s))
     except (ValueError, OverflowError, OSError):
@@ -271,7 +272,7 @@ def _quoted(text: str) -> str:
 
 
 def as_page(data: Mapping[str, Any]) -> str:
-    """A record over many lines, long lists cut short."""
+    """Format a record over several lines; long lists are shortened."""
     when = clock("%Y-%m-%d %H:%M:%S", data["time_s"])
     lines = [
         f"{data['topic']} partition {data['partition']} offset {data['offset']}, {when}, key {data['key']}, {data['bytes']} bytes",
@@ -282,7 +283,8 @@ def as_page(data: Mapping[str, Any]) -> str:
         return "\n".join([*lines, f"unusable: {data['unusable']}"])
     lines += ["payload", *_nested(data["payload"], indent=2)]
     if data.get("claims_group") is not None:
-        lines.append(f"it claims group {data['claims_group']}: `penstock explain RUN {data['claims_group']}` says what became of that")
+        group = data["claims_group"]
+        lines.append(f"the refused record names group {group}, whose status is shown by: penstock explain RUN {group}")
     if data.get("refused") is not None:
         lines += ["", "the refused record", "", as_page(data["refused"])]
     return "\n".join(lines)
@@ -306,6 +308,6 @@ def _short(item: Any) -> str:
 
 
 def first_of(items: Sequence[Any], *, most: int) -> str:
-    """The items, or the first of them and how many there are: `first_of([3, 4, 5], most=2)` is "3, 4, … 3 in all"."""
+    """Format all items, or the first ones and their number: `first_of([3, 4, 5], most=2)` is "3, 4, … 3 in all"."""
     shown = ", ".join(map(str, items[:most]))
     return shown if len(items) <= most else f"{shown}, … {len(items)} in all"

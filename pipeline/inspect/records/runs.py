@@ -1,4 +1,4 @@
-"""List of a broker's runs, with their disk space on this machine; reads the registry and the ends of the ledgers."""
+"""Lists the runs of a broker with status, reward and disk space, and stores the user's notes about runs."""
 
 import contextlib
 import json
@@ -20,13 +20,13 @@ from penstock.topics.wire.errors import NewerSchema, Unusable
 from penstock.topics.wire.record import Record
 
 LAST_ENTRIES = 32
-"""Offsets of a ledger that are read for its newest entries; the end of a transaction takes one as well."""
+"""Number of last offsets of a ledger that are read for its newest entries; some are transaction markers."""
 NOTE = "note.json"
 NOTE_BYTES = 64 << 10
 
 
 def list_runs(log: Log, *, refused: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
-    """Every run, oldest first; None for a value that is not on this machine. `refused` receives the error of each unusable record."""
+    """Return a row per run, oldest first; values that this machine does not have are None. `refused` is called with errors of records."""
     records = all_runs(log, refused=refused)
     own_records = _own_records(log, records)
     names = {f"{record.run}.ledger": record.run for record in records}
@@ -60,25 +60,25 @@ def list_runs(log: Log, *, refused: Callable[[str], None] = lambda _: None) -> l
                 **asdict(note_of(record.run)),
             }
         )
-        models[record.run] = rows[-1]["model"]  # a fork starts from a copy in its own folder, whose name does not identify the model
+        models[record.run] = rows[-1]["model"]  # a fork starts from a copy in its own directory, so show the parent's model instead
     return rows
 
 
 def own_sizes(log: Log) -> dict[str, int]:
-    """Topic -> bytes if the log is this machine's own broker; {} for any other."""
+    """Return topic -> bytes if the log is on this machine's embedded broker; {} for any other broker."""
     own = embedded.status().bootstrap
     return embedded.topic_bytes() if own and getattr(log, "bootstrap", None) == own else {}
 
 
 def reward_now(log: Log, run: str) -> float | None:
-    """The last reward of a run that has no report yet, from the newest state that its tracker has saved."""
+    """Return the last reward of a run without a report, from the newest view that its tracker saved; None if unknown."""
     from penstock.pipeline.inspect.live.saved_view import newest
 
     return last_reward(newest(log, run)[0])
 
 
 def reported_reward(folder: Path) -> float | None:
-    """The last reward in the report in a run's folder; None without a report."""
+    """Return the last reward according to the report in a run's directory; None without a report."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         value = json.loads((folder / "report.json").read_text(encoding="utf-8"))["reward"]["last"]
         return None if value is None else float(value)
@@ -86,22 +86,20 @@ def reported_reward(folder: Path) -> float | None:
 
 
 def log_bytes(sizes: dict[str, int], run: str) -> int:
-    """Bytes of a run's topics in a broker's folder."""
     return sum(size for topic, size in sizes.items() if topic.startswith(f"{run}."))
 
 
 def folder_bytes(folder: Path, *, without: str | None = None) -> int:
-    """Bytes of the files in a folder, 0 if it does not exist; `without` names a subfolder that does not count."""
+    """Return the bytes of all files in a directory, 0 if it does not exist; the subdirectory `without` is not counted."""
     total = 0
     for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # a run may be writing to it
+        with contextlib.suppress(OSError):  # an active run may delete files
             if path.is_file() and not path.is_symlink() and path.relative_to(folder).parts[0] != without:
                 total += path.stat().st_blocks * 512
     return total
 
 
 def _own_records(log: Log, records: list[RunRecord]) -> dict[str, RunRecord]:
-    """Run -> the record in its topic `run`, for runs that have this topic."""
     own_records: dict[str, RunRecord] = {}
     for record in scan(log, *(f"{record.run}.run" for record in records)):
         run = record.topic.removesuffix(".run")
@@ -111,14 +109,13 @@ def _own_records(log: Log, records: list[RunRecord]) -> dict[str, RunRecord]:
 
 
 def _newest(log: Log, topics: Collection[str]) -> Iterator[Record]:
-    """The records at the ends of these topics of one partition; none of a topic that does not exist."""
     ends = log.end_offsets([(topic, 0) for topic in topics if log.partitions(topic)])
     return scan(log, *topics, since={tp: end - LAST_ENTRIES for tp, end in ends.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """What the user of this machine has written about a run."""
+    """The user's note about a run: text, name and tags; stored on this machine."""
 
     name: str | None = None
     text: str | None = None
@@ -126,7 +123,7 @@ class Note:
 
 
 def note_of(run: str) -> Note:
-    """The note about a run; an empty one without a readable file."""
+    """Read the note about a run; an empty note if there is none or it cannot be read."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         stored = json.loads((run_directory(run) / NOTE).read_text(encoding="utf-8"))
         return Note(name=stored["name"], text=stored["text"], tags=tuple(map(str, stored["tags"])))
@@ -134,16 +131,16 @@ def note_of(run: str) -> Note:
 
 
 def write_note(run: str, note: Note) -> None:
-    """Store a note in the run's folder on this machine. Raises `ValueError` for one that is too long."""
+    """Store a note in the run's directory on this machine. Raises `ValueError` if it is too long."""
     if len(text := json.dumps(asdict(note))) > NOTE_BYTES:
-        raise ValueError(f"the note has more than {NOTE_BYTES:,} bytes: write less")
+        raise ValueError(f"the note is longer than {NOTE_BYTES:,} bytes: shorten it")
     directory = run_directory(run)
     directory.mkdir(parents=True, exist_ok=True)
     write_private(directory / NOTE, text)
 
 
 def age(seconds: float) -> str:
-    """A duration in its largest fitting unit: `age(7300)` is "2 h"."""
+    """Format a duration in its largest fitting unit: `age(7300)` is "2 h"."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{int(seconds // size)} {unit}"
@@ -151,7 +148,7 @@ def age(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in their largest fitting unit: `size(2_500_000_000)` is "2.5 GB"."""
+    """Format a number of bytes in its largest fitting unit: `size(2_500_000_000)` is "2.5 GB"."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
         if count >= unit:
             return f"{count / unit:,.1f} {name}"

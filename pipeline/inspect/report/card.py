@@ -1,4 +1,4 @@
-"""The model card of a run: Hugging Face's front matter and Markdown, in which text of data, models and users is never markup."""
+"""Writes the model card of a run: Hugging Face front matter and Markdown. Texts of data, models and users are escaped."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from penstock.topics.wire.visible import visible
 
 Predicate = Mapping[str, Any]
 SHOWN = 300
-"""Longest text of a table's cell."""
+"""Largest number of characters in a cell of a table."""
 MARK = "<!-- written by penstock card -->"
 DROPS = {
     "trained": "in the plan of a step",
@@ -23,13 +23,13 @@ DROPS = {
     "open": "no final status yet",
 }
 MEASURES = {"greedy_accuracy": "greedy", "sampled_accuracy": "sampled"}
-"""Accuracy of an evaluation -> prefix of its interval."""
+"""Metric of an evaluation -> prefix of the metrics with its confidence interval."""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _LICENCE = re.compile(r"[\w.+-]{1,64}")
 
 
 def card(facts: Predicate) -> str:
-    """README.md for the predicate of a run's statement. Raises `ConfigError` if huggingface_hub is not installed."""
+    """Return README.md for the predicate of a provenance statement. Raises `ConfigError` if huggingface_hub is not installed."""
     try:
         from huggingface_hub import EvalResult, ModelCardData
     except ImportError as error:
@@ -59,7 +59,7 @@ def card(facts: Predicate) -> str:
 
 
 def licence_of(directory: Path) -> str | None:
-    """The licence that the front matter of a model's README.md names; None without one."""
+    """Return the licence in the front matter of a model's README.md; None if there is none."""
     try:
         text = (directory / "README.md").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -70,7 +70,7 @@ def licence_of(directory: Path) -> str | None:
 
 
 def evaluation_results(facts: Predicate) -> Iterable[dict[str, Any]]:
-    """Accuracies of the newest evaluated version, as arguments of `huggingface_hub.EvalResult`."""
+    """Yield the accuracies of the newest evaluated version, as arguments of `huggingface_hub.EvalResult`."""
     held_out = [each for each in facts["data"] if each["context"] == "evaluation"]
     newest = max(facts["evaluations"], key=lambda each: each["version"], default=None)
     if newest is None or not held_out:
@@ -171,18 +171,18 @@ def _cell(value: Any) -> str:
 
 
 def code(value: Any) -> str:
-    """A text as inline code, in which Markdown and HTML mean nothing; what could end it, or a table's cell, is escaped as in Python."""
+    """Format a text as inline code, so that it is not interpreted as Markdown or HTML. Characters that could end it are escaped."""
     text = line(str(value)) if value not in (None, "") else "–"
     return "`" + text.replace("|", r"\x7c").replace("`", r"\x60") + "`"
 
 
 def line(text: str) -> str:
-    """A text on one line without hidden characters, cut to `SHOWN` characters."""
+    """Format a text in one line of at most `SHOWN` characters, without hidden characters."""
     shown = visible(text, one_line=True)
     return shown if len(shown) <= SHOWN else shown[: SHOWN - 1] + "…"
 
 
 def _hub_dataset(source: str) -> str | None:
-    """The id of a data set on the Hugging Face hub: `_hub_dataset("hf:openai/gsm8k:main")` is "openai/gsm8k"."""
+    """Return the id of a data set on the Hugging Face hub: `_hub_dataset("hf:openai/gsm8k:main")` is "openai/gsm8k"; else None."""
     name = re.split(r"[:@]", source.removeprefix("hf:"))[0] if source.startswith("hf:") else ""
     return name if _HUB_ID.fullmatch(name) else None

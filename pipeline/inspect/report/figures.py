@@ -1,4 +1,4 @@
-"""Figures of a report: episodes, evaluations, time by use, lag, effective sample size, engines; None for a figure without a report."""
+"""Figures of a report: episodes, evaluations, time by use, lag, effective sample size, engines. A figure without data is None."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,23 +18,22 @@ _PREFIX = "engine_environment_"
 
 
 def _total(workers: Iterable[WorkerView], name: str) -> float:
-    """Sum of an engine's cumulative metric over workers and their restarts."""
     return sum(worker.total(f"engine_{name}") for worker in workers)
 
 
 def step_sizes(schedule: Mapping[str, Any]) -> str:
-    """Groups and samples of a step: "8 prompts × 16 samples", with "2 steps a version" if that is not one."""
+    """Format the size of a step: "8 prompts × 16 samples", and "2 steps a version" unless it is one."""
     sizes = (("prompts_per_step", "prompts"), ("samples_per_prompt", "samples"))
     text, steps = " × ".join(f"{schedule[key]} {name}" for key, name in sizes if schedule.get(key)), schedule.get("steps_per_version") or 1
     return text if steps == 1 else f"{text}, {steps} steps a version"
 
 
 def episodes(view: RunView) -> dict[str, Any] | None:
-    """Trajectories, their turns, the environments' seconds, failures by class; None if no worker has run one.
+    """Return figures about trajectories and environments; None if there are no trajectories.
 
-    `turns_mean` and `environment_s_mean` are per trajectory, `segments_mean` is the number of sequences that one is trained in. `losses`
-    were recovered, `results_cut` were longer than `environment.max_result_tokens`. `engine_idle_s`: time in which the engines had no
-    turn to generate, since every trajectory waited for its environment.
+    `turns_mean` and `environment_s_mean` are per trajectory; `segments_mean` is the mean number of trained sequences of one. `losses`
+    counts turns that were lost and generated again, `results_cut` results longer than `environment.max_result_tokens`. `engine_idle_s` is
+    the time in which engines had nothing to generate because every trajectory waited for its environment.
     """
     workers = [worker for worker in view.workers.values() if worker.role in generating_roles()]
     engines = [worker for worker in workers if worker.role == "rollout"]
@@ -61,11 +60,11 @@ def episodes(view: RunView) -> dict[str, Any] | None:
 
 
 SAME = 0.0005
-"""A mean reward this close to the share of solved prompts is the same number: every reward was 0 or 1."""
+"""If the mean reward differs from the share of solved prompts by less than this, all rewards are 0 or 1 and only one is shown."""
 
 
 def evaluations(view: RunView) -> list[dict[str, Any]]:
-    """The measures of every evaluated version, in order."""
+    """Return the metrics of every evaluated version, in order."""
     return [
         {"version": version, **measured.values, **({"source": measured.labels["source"]} if "source" in measured.labels else {})}
         for version, measured in sorted(view.evals.items())
@@ -73,7 +72,7 @@ def evaluations(view: RunView) -> list[dict[str, Any]]:
 
 
 def examples(view: RunView) -> list[dict[str, Any]]:
-    """A few held-out prompts with the greedy completions and rewards of the first and the newest evaluated version."""
+    """Return a few held-out prompts with greedy completion and reward under the first and the newest evaluated version."""
     versions = sorted(view.evals)
     if len(versions) < 2:
         return []
@@ -86,22 +85,22 @@ def examples(view: RunView) -> list[dict[str, Any]]:
 
 
 def held_out(values: Mapping[str, float], how: str) -> str | None:
-    """Mean reward of an evaluation's greedy or sampled completions, and the share solved if that differs: "greedy 0.380 (3% solved)"."""
+    """Format an evaluation's mean reward, and the share of solved prompts if it differs: "greedy 0.380 (3% solved)"."""
     reward, solved = values.get(f"{how}_reward"), values.get(f"{how}_accuracy")
-    if reward is None or solved is None:  # an evaluator of an earlier release measured no reward
+    if reward is None or solved is None:  # evaluators of earlier releases did not measure the reward
         return None if solved is None else f"{how} {solved:.3f}"
     return f"{how} {reward:.3f}" + (f" ({solved:.0%} solved)" if abs(reward - solved) >= SAME else "")
 
 
 def one_line(text: str, limit: int) -> str:
-    """A text on one line; of a long one start and end, as a prompt ends with the question: `one_line("abcdefghij", 6)` is "ab … ij"."""
+    """Format a text in one line; a long one is shortened in the middle: `one_line("abcdefghij", 6)` is "ab … ij"."""
     line = " ".join(text.split())
     half = (limit - 1) // 2
     return line if len(line) <= limit else f"{line[:half]} … {line[-half:]}"
 
 
 def _completions(measured: Measurement) -> dict[str, dict[str, Any]]:
-    """Prompt -> completion and reward; empty if the evaluator recorded none or in another format."""
+    """Return prompt -> completion and reward; empty if the evaluator did not record completions in this format."""
     try:
         recorded = json.loads(measured.labels.get("examples", "[]"))
         return {str(example["prompt"]): {"completion": str(example["completion"]), "reward": example["reward"]} for example in recorded}
@@ -110,11 +109,11 @@ def _completions(measured: Measurement) -> dict[str, dict[str, Any]]:
 
 
 SHOWN = 0.005
-"""Shares below this are left out of the text."""
+"""Smallest share of time that the text mentions."""
 
 
 def by_role(view: RunView) -> dict[str, dict[str, float]]:
-    """Role -> seconds by use, which add up to `total_s`, over all its workers and their incarnations; `workers` is their number."""
+    """Return role -> seconds by use, summed over its workers and their restarts, their sum `total_s`, and the number of `workers`."""
     spent: dict[str, dict[str, float]] = {}
     for worker in view.workers.values():
         uses = {use: worker.total(f"time_{use}_s") for use in USES}
@@ -129,7 +128,7 @@ def by_role(view: RunView) -> dict[str, dict[str, float]]:
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Use -> its share of a role's time between start and end of the work, the largest first."""
+    """Return use -> share of a role's time between start and end of its work, the largest first."""
     at_work = {use: seconds.get(f"{use}_s", 0.0) for use in USES if use not in OUTSIDE}
     total = sum(at_work.values())
     ordered = sorted(at_work.items(), key=lambda pair: -pair[1])
@@ -137,19 +136,18 @@ def shares(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def trainer_time(view: RunView) -> tuple[float, float]:
-    """Seconds in which the trainer could work, from start to end of the work, and those of them in which it waited."""
+    """Return the seconds between start and end of the trainer's work, and the seconds of these in which it waited."""
     seconds = by_role(view).get("trainer", {})
     lasted, waited = (sum(seconds.get(f"{use}_s", 0.0) for use in uses) for uses in (set(USES).difference(OUTSIDE), TRAINER_WAITS))
     return lasted, waited
 
 
 def rounds(steps: Sequence[StepFacts], *, per_version: int) -> list[dict[str, float | None]]:
-    """Of each round: its times in seconds by the definitions of arXiv 2606.26997, and the trainer's time by use.
+    """Return the times of each round in seconds, by the definitions of arXiv 2606.26997, and the trainer's time by use.
 
-    `first_dispatch_s`: first sample begun to first backward pass. `rollout_s`: first sample begun to last one ended.
-    `rollout_to_train_end_s`: first sample begun to last step committed. `wait_s`, `compute_s` and `other_s` (decoding, digests, the
-    ledger, publishing, checkpoints) add up to the time since the previous round, or since the start of the first step;
-    `waiting_ratio` is the share of `wait_s` in it.
+    From the start of the first sample: `first_dispatch_s` to the first backward pass, `rollout_s` to the end of the last sample,
+    `rollout_to_train_end_s` to the commit of the last step. `wait_s`, `compute_s` and `other_s` (decoding, digests, ledger, publishing,
+    checkpoints) add up to the time since the previous round or the start of the first step; `waiting_ratio` is the share of `wait_s`.
     """
     rows = []
     before: float | None = None
@@ -175,9 +173,9 @@ def rounds(steps: Sequence[StepFacts], *, per_version: int) -> list[dict[str, fl
 
 
 def length_order_correlation(view: RunView) -> float | None:
-    """Rank correlation between the mean length of a trained group and its delay against submission order.
+    """Return the rank correlation between the mean length of a trained group and its delay relative to submission order.
 
-    Above 0 short completions are trained earlier than they were submitted; 0 under submission order. None for fewer than three groups.
+    Above 0, groups with short completions are trained early; 0 with order `submission`. None for fewer than three groups.
     """
     trained = [group for number in sorted(view.steps) for group in view.steps[number].groups if view.samples.get(group)]
     if len(trained) < 3:
@@ -195,17 +193,16 @@ def _moments(steps: Sequence[StepFacts], name: str) -> list[float]:
 
 
 def _ranks(values: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Ranks from 0; equal values get the mean of theirs."""
     ordered, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     del ordered
     return ((np.cumsum(counts) - (counts + 1) / 2)[inverse]).astype(np.float64)
 
 
 def redundancy(view: RunView) -> dict[str, Any] | None:
-    """Bias of R + s groups: who trains the groups that are scored first prefers short completions. None without extra groups.
+    """Return the bias caused by extra groups: training the groups that are scored first prefers short completions. None without them.
 
-    `length` and `reward` are means over the samples of `scored` groups (filtered ones too) and of the `trained` ones. `unfinished`
-    groups were aborted; the mean of their tokens until then is a lower bound of their length.
+    `length` and `reward` are means over the samples of `scored` groups (including filtered ones) and of `trained` groups. `unfinished`
+    groups were aborted; their mean number of tokens is a lower bound of their length.
     """
     extra = int(config_of(view).get("schedule", {}).get("oversample_groups") or 0)
     if not extra:
@@ -234,27 +231,26 @@ AT_LAG = "tokens_at_lag_"
 
 
 def weighted(values: Iterable[tuple[float | None, float]]) -> float | None:
-    """Weighted mean of the values that are not None; None if there are none."""
+    """Return the weighted mean of (value, weight) pairs, without values that are None; None if there are none."""
     pairs = [(value, weight) for value, weight in values if value is not None]
     total = sum(weight for _, weight in pairs)
     return sum(value * weight for value, weight in pairs) / total if total else None
 
 
 def mean(steps: Sequence[StepFacts], name: str, *, by: str = "samples") -> float | None:
-    """A metric's mean over steps, weighted by another."""
+    """Return the mean of a metric over steps, weighted by the metric `by`."""
     return weighted((step.metrics.get(name), step.metrics.get(by, 1.0)) for step in steps)
 
 
 def most(steps: Sequence[StepFacts], name: str) -> float | None:
-    """The largest value of a metric."""
     return max((step.metrics[name] for step in steps if name in step.metrics), default=None)
 
 
 def lag(steps: Sequence[StepFacts]) -> dict[str, Any]:
-    """Policy lag: values count weight versions, those under `steps` count optimizer steps.
+    """Return the lag of trained groups in policy versions and, under `steps`, in optimizer steps.
 
-    `mean`, `p95` and `max`: a group's lag is that of its oldest trained token; `p95` averages the steps' p95. `tokens`: lag of each trained
-    token, with the share of tokens at each lag; `spans`: mean number of policy versions in a sample.
+    `mean`, `p95` (averaged over steps) and `max` refer to the oldest trained token of a group. `tokens` has the lag of all trained tokens
+    and the share of tokens at each lag; `spans` is the mean number of policy versions per sample.
     """
     lags = sorted({int(name.removeprefix(AT_LAG)) for step in steps for name in step.metrics if name.startswith(AT_LAG)})
     shares = {
@@ -277,13 +273,13 @@ def lag(steps: Sequence[StepFacts]) -> dict[str, Any]:
 
 
 def ess(steps: Sequence[StepFacts]) -> dict[str, float | None]:
-    """Effective sample size, 1 where behaviour policy and learner are one: its mean over steps, and the step where it was least."""
+    """Return mean and minimum over steps of the effective sample size, which is 1 if behaviour policy and learner are equal."""
     least = min((step.metrics["ess"] for step in steps if "ess" in step.metrics), default=None)
     return {"mean": mean(steps, "ess"), "min": least}
 
 
 def practice(steps: Sequence[StepFacts]) -> dict[str, float | None]:
-    """Metrics to steer a run by: means over steps, the maximum for memory; None if no step has them."""
+    """Return metrics for monitoring a run: means over steps, and the maximum for memory; None if no step has the metric."""
     means = ("entropy", "truncated_share", "reward_std", "reward_group_std", "update_norm", "train_tokens_per_s")
     return {
         **{name: mean(steps, name) for name in means},
@@ -294,7 +290,7 @@ def practice(steps: Sequence[StepFacts]) -> dict[str, float | None]:
 
 
 def engines(view: RunView) -> dict[str, float | None]:
-    """The engines: weights loaded in flight and the stall, `occupancy` of the batch, share of prompt tokens from the prefix cache."""
+    """Return figures about engines: weights loaded in flight and the stall, batch `occupancy`, share of prefix-cached prompt tokens."""
     workers = [worker for worker in view.workers.values() if worker.role == "rollout"]
     total = partial(_total, workers)
     swaps, queries = total("swaps"), total("prefix_cache_queries")

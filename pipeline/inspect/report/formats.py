@@ -1,4 +1,4 @@
-"""Formats of a report's figures, and the rows of its text."""
+"""Formats numbers, durations and tables for the text of a report."""
 
 import itertools
 import json
@@ -13,32 +13,31 @@ CURVE_WIDTH = 32
 
 
 def figures(values: Mapping[str, Any], *shown: tuple[str, str] | tuple[str, str, float]) -> list[str]:
-    """The figures that are not None, each by its key, format and factor."""
+    """Format the values that are not None; `shown` has (key, format) or (key, format, factor) of each."""
     return [form.format(values[key] * (factor[0] if factor else 1)) for key, form, *factor in shown if values.get(key) is not None]
 
 
 def joined(parts: Sequence[str], separator: str = " · ") -> list[str]:
-    """One line of parts; none without parts."""
     return [separator.join(parts)] if parts else []
 
 
 def change(first: float | None, last: float | None, form: Callable[[float], str] = "{:.2f}".format) -> str:
-    """Two figures as a change: `change(0.37, 0.9)` is "0.37 -> 0.90"."""
+    """Format a change: `change(0.37, 0.9)` is "0.37 -> 0.90"."""
     return f"{'-' if first is None else form(first)} -> {'-' if last is None else form(last)}"
 
 
 def use_text(use: str) -> str:
-    """Name of a use of time: `use_text("no_group")` is "no groups"."""
+    """Return the name of a use of time for the user: `use_text("no_group")` is "no groups"."""
     return "no groups" if use == "no_group" else use.replace("_", " ")
 
 
 def percent(share: float) -> str:
-    """A share of 1 in percent: `percent(0.031)` is "3 %"."""
+    """Format a share (0 to 1) in percent: `percent(0.031)` is "3 %"."""
     return f"{100 * share:.0f} %"
 
 
 def sparkline(values: Sequence[float | None], *, width: int = CURVE_WIDTH) -> str:
-    """A curve in one line of at most `width` characters, from the smallest to the largest value: `sparkline([0.0, 0.5, 1.0])` is "▁▅█"."""
+    """Format a curve in at most `width` characters: `sparkline([0.0, 0.5, 1.0])` is "▁▅█"."""
     points = [value for value in values if value is not None]
     if not points:
         return ""
@@ -50,14 +49,13 @@ def sparkline(values: Sequence[float | None], *, width: int = CURVE_WIDTH) -> st
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a clock shows them: `duration(3725)` is "1:02:05"."""
+    """Format seconds as hours, minutes and seconds: `duration(3725)` is "1:02:05"."""
     rounded = round(seconds)
     hours, minutes = rounded // 3600, rounded // 60 % 60
     return f"{hours}:{minutes:02d}:{rounded % 60:02d}" if hours else f"{minutes}:{rounded % 60:02d}"
 
 
 def rebased_fields(entry: Entry) -> dict[str, Any]:
-    """Fields of a "rebased" ledger entry, for JSON; `steps` is the number of committed steps."""
     details = json.loads(entry.details or "{}")
     return {
         "entry": entry.seq,
@@ -70,17 +68,16 @@ def rebased_fields(entry: Entry) -> dict[str, Any]:
 
 
 def rebased_line(rebased: Mapping[str, Any]) -> str:
-    """A rebase as one line, with the first number that differs."""
+    """Describe a rebase in one line, with the first number that differs."""
     changed = ", ".join(f"{name} {recorded} -> {here}" for name, (recorded, here) in rebased["changed"].items())
     differences, parts = rebased["differences"], [f"arithmetic {changed}"] if changed else []
     if differences:
         steps, first = sorted({difference["step"] for difference in differences}), differences[0]
         which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-        parts.append(f"{which} repeated with other bits, first {first['name']} {first['found']} where the ledger says {first['recorded']}")
+        parts.append(f"{which} repeated with other bits, first {first['name']} {first['found']}, recorded {first['recorded']}")
     return f"rebased after {rebased['steps']} steps (ledger entry {rebased['entry']}): {'; '.join(parts)}"
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table with aligned columns."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

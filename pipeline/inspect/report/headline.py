@@ -1,4 +1,4 @@
-"""Summary sentences of a report: whether the run learned, what went wrong, and what to change."""
+"""Summary sentences of a report: whether the run learned, what went wrong, what to change next."""
 
 import itertools
 import math
@@ -16,11 +16,11 @@ from penstock.pipeline.inspect.run_view_types import GroupFacts
 
 LEAST_GROUPS = 8
 RECENT_GROUPS, LEAST_RECENT = 1_000, 32
-"""Newest outcomes used by the live view and `status`, and the least for an advice."""
+"""Number of newest outcomes that live view and `status` use, and smallest number for which there is advice."""
 
 
 class Waste(NamedTuple):
-    """One cause: group status, or `truncated` for such filtered groups; share of the finished groups, explanation, and what to change."""
+    """A cause for which groups were not trained: status (or `truncated`), share of the finished groups, explanation, what to change."""
 
     status: str
     share: float
@@ -32,7 +32,7 @@ class Waste(NamedTuple):
 
 
 def wastes(view: RunView, *, last: int | None = None) -> list[Waste]:
-    """The costly causes, most expensive first; `last` limits them to that many of the newest outcomes."""
+    """Return the causes for which many groups were not trained, the largest share first; over the `last` outcomes if not None."""
     by_status: dict[str, list[GroupFacts]] = {}
     longest = _longest_masked(view)
     for group in itertools.islice(reversed(view.groups), last):
@@ -44,7 +44,7 @@ def wastes(view: RunView, *, last: int | None = None) -> list[Waste]:
         return []
     causes = []
     if config_of(view).get("schedule", {}).get("oversample_groups"):
-        by_status = {name: facts for name, facts in by_status.items() if name not in ("stale", "abandoned")}  # the extra groups
+        by_status = {name: facts for name, facts in by_status.items() if name not in ("stale", "abandoned")}  # expected for extra groups
     for status, (limit, text, advice) in CAUSES.items():
         if (share := len(by_status.get(status, ())) / ended) >= limit:
             cause, own_advice = _filtered(by_status[status], reward_scale(view)) if status == "filtered" else ("", advice)
@@ -53,7 +53,7 @@ def wastes(view: RunView, *, last: int | None = None) -> list[Waste]:
 
 
 def _longest_masked(view: RunView) -> int | None:
-    """Tokens of a truncated completion, if truncated completions are not trained."""
+    """Return the number of tokens of a truncated completion; None if truncated completions are trained."""
     config = config_of(view)
     masked = config.get("algorithm", {}).get("truncated") == "mask"
     longest: int | None = config.get("sampling", {}).get("max_new_tokens") if masked else None
@@ -61,13 +61,12 @@ def _longest_masked(view: RunView) -> int | None:
 
 
 def _filtered(groups: list[GroupFacts], scale: RewardScale) -> tuple[str, str]:
-    """The cause of filtered groups, and what to change."""
     if 2 * sum(facts.lacks_rewards for facts in groups) > len(groups):
-        return "as fewer than two of their samples have a reward", "the reward functions return None or fail: see `penstock explain`"
+        return "because fewer than two samples have a reward", "reward functions return None or fail: see `penstock explain RUN GROUP`"
     rewards = [facts.reward_mean for facts in groups if facts.reward_mean is not None and not facts.lacks_rewards]
-    cause = "as equal rewards have no gradient"
+    cause = "because equal rewards give no gradient"
     if not rewards:
-        return cause, "inspect one with `penstock explain`"
+        return cause, "inspect one with `penstock explain RUN GROUP`"
     mean, count = Counter(round(reward, 6) for reward in rewards).most_common(1)[0]
     return f"{cause} ({count:,} of {len(groups):,} have the reward {mean:g})", scale.advice(fmean(rewards))
 
@@ -76,22 +75,22 @@ CAUSES: Mapping[str, tuple[float, str, str]] = {
     "filtered": (0.5, "are filtered", ""),
     "truncated": (
         0.2,
-        "are filtered, as every sample ran out of tokens, which algorithm.truncated = 'mask' does not train",
-        "raise sampling.max_new_tokens, or train them",
+        "are filtered, because every sample is truncated, and algorithm.truncated = 'mask' excludes truncated samples",
+        "raise sampling.max_new_tokens, or change algorithm.truncated",
     ),
-    "failed": (0.05, "failed, as their reward could not be computed", "mend the reward; the dead letters have its error"),
-    "stale": (0.2, "were stale", "raise schedule.max_lag, or admit fewer groups at a time"),
+    "failed": (0.05, "failed, because their reward could not be computed", "fix the reward function; its error is in the dead letters"),
+    "stale": (0.2, "were stale", "raise schedule.max_lag, or lower rollout.slots"),
     "abandoned": (
         0.1,
-        "were abandoned, as their samples did not come in time",
+        "were abandoned, because their samples were not generated in time",
         "raise scorer.group_deadline_s, shorten sampling.max_new_tokens or start more rollout workers",
     ),
 }
-"""Group status -> smallest share of groups that is reported, what happened to them, and what to change; `_filtered` adds to the first."""
+"""Group status -> (smallest share of groups that is reported, explanation, what to change); `_filtered` adds to the first."""
 
 
 NOISE = 2.5
-"""Standard errors that the change between the curve's ends must exceed: rewards that only fluctuate do so in less than 5 % of runs."""
+"""Number of standard errors that a change of the reward must exceed to be reported. Noise alone exceeds it in less than 5 % of runs."""
 LEAST_POINTS = 8
 LEAST_CHANGE = 0.01
 STAGES = {
@@ -104,15 +103,15 @@ STAGES = {
 
 
 def headline(report: Mapping[str, Any]) -> list[str]:
-    """Summary sentences of a report; the first is about whether the run learned."""
+    """Return the summary sentences of a report; the first one is about whether the run learned."""
     return [learned(report), *warnings(report), *(f"{step[0].upper()}{step[1:]}." for step in next_steps(report))]
 
 
 def learned(report: Mapping[str, Any]) -> str:
-    """A sentence on the change of the reward against the noise of its curve; inconclusive with few points."""
+    """Return a sentence on whether the reward changed by more than the noise of its curve."""
     first, last = report["reward"]["first"], report["reward"]["last"]
     if not report["steps"]:
-        return "No optimizer step was taken."
+        return "No optimizer step was made."
     if first is None or last is None:
         return f"{report['steps']:,} steps; no sample has a reward."
     curve = [value for value in report["reward"].get("curve") or () if value is not None]
@@ -129,7 +128,7 @@ def learned(report: Mapping[str, Any]) -> str:
 
 
 def warnings(report: Mapping[str, Any]) -> list[str]:
-    """Sentences about what makes a run's figures doubtful."""
+    """Return sentences about events that make a run's figures doubtful."""
     lines = []
     if changed := report.get("changed"):
         names = ", ".join(dict.fromkeys(str(change["what"]) for change in changed))
@@ -141,7 +140,7 @@ def warnings(report: Mapping[str, Any]) -> list[str]:
 
 
 def next_steps(report: Mapping[str, Any]) -> list[str]:
-    """The change to make next: for the causes of dropped groups if they are many, otherwise the bottleneck."""
+    """Return what to change next: to avoid dropped groups if there are many, otherwise to remove the bottleneck."""
     if wastes := report.get("waste", ())[:2]:
         return [f"{waste['why']}: {waste['advice']}" for waste in wastes]
     bottleneck = report.get("bottleneck")
@@ -149,12 +148,12 @@ def next_steps(report: Mapping[str, Any]) -> list[str]:
 
 
 def standard_error(curve: list[float]) -> float:
-    """That of the difference between the means of the curve's first and last tenth, under noise alone."""
+    """Return the standard error of the difference between the means of the curve's first and last tenth, under noise alone."""
     return noise(curve) * math.sqrt(2 / math.ceil(len(curve) / 10))
 
 
 def noise(curve: list[float]) -> float:
-    """Standard deviation of the noise around a smooth curve, from the differences of neighbouring points."""
+    """Estimate the standard deviation of the noise around a smooth curve from the differences of neighbouring points."""
     steps = [later - earlier for earlier, later in itertools.pairwise(curve)]
     return statistics.pstdev(steps) / 2**0.5 if len(steps) > 1 else 0.0
 

@@ -1,6 +1,7 @@
-"""Proves that a group was trained without any other group's texts: a path from its leaf to the card's root, and from its step to the head.
+"""Proves that a run was trained on a group without revealing other groups: a path in a hash tree (RFC 6962) over all trained prompts, and
+the ledger entries from the group's step to the head.
 
-A leaf is salted, because a short prompt could be guessed from its plain digest; the tree is that of RFC 6962.
+Leaves are salted, because a short prompt could be guessed from an unsalted digest.
 """
 
 import hashlib
@@ -17,15 +18,15 @@ from penstock.topics.ledger import Entry
 
 PROOF_TYPE = "https://penstock.dev/inclusion/v1"
 Chain = Sequence[tuple[Entry, bytes]]
-"""The entries of a ledger in order, without repetitions, and their payloads."""
+"""(entry, payload) of all ledger entries in order, without repetitions."""
 
 
 class InvalidProof(PenstockError):
-    """A proof does not prove what it states; the message names the part that does not fit."""
+    """A proof is invalid; the message names the part that is wrong."""
 
 
 class Inclusion(NamedTuple):
-    """Content of a valid proof, if root and head are those of a card."""
+    """What a valid proof proves, provided that root and head are those of a published card."""
 
     run: str
     group: int
@@ -35,11 +36,11 @@ class Inclusion(NamedTuple):
     head: str
     entries: int
     has_record: bool
-    """True if the proof has the group's record, so that the ledger itself proves the prompt; else the card's root does."""
+    """True if the proof contains the group's record, so that the ledger proves the prompt; otherwise the card's root proves it."""
 
 
 class Leaf(NamedTuple):
-    """A trained group as the tree contains it."""
+    """A trained group as a leaf of the hash tree."""
 
     group: int
     step: int
@@ -48,16 +49,15 @@ class Leaf(NamedTuple):
     prompt: str
 
     def digest(self, salt: bytes) -> bytes:
-        """SHA-256 of the leaf under its own salt, which is published with it."""
+        """Return the SHA-256 of the leaf and its salt."""
         return _sha256(b"\0", salt, json.dumps(self).encode())
 
     def salt(self, secret: bytes) -> bytes:
-        """The leaf's salt, from which the run's secret and other salts do not follow."""
+        """Derive the leaf's salt from the run's secret. A published salt reveals neither the secret nor other salts."""
         return hmac.digest(secret, b"%d" % self.group, "sha256")
 
 
 def leaves(chain: Chain, prompts: Mapping[int, str]) -> list[Leaf]:
-    """The trained groups in the order of the plans."""
     return [
         Leaf(planned.group, entry.step or 0, planned.sha256, prompts[planned.group])
         for entry, _ in chain
@@ -67,12 +67,12 @@ def leaves(chain: Chain, prompts: Mapping[int, str]) -> list[Leaf]:
 
 
 def root(tree: Sequence[Leaf], secret: bytes) -> str:
-    """Root of the tree (hex), which commits to all leaves and shows none."""
+    """Return the root of the tree (hexadecimal), which commits to all leaves and reveals none."""
     return _climb([leaf.digest(leaf.salt(secret)) for leaf in tree], 0)[0]
 
 
 def prove(run: str, group: int, chain: Chain, tree: Sequence[Leaf], secret: bytes, *, parts: Sequence[bytes] = ()) -> dict[str, Any]:
-    """A proof for one group of `tree`; `parts` are the payloads of its record, which show samples and rewards too."""
+    """Build the proof for one group of `tree`. With `parts`, the payloads of its record, the proof also shows samples and rewards."""
     index, leaf = next((index, leaf) for index, leaf in enumerate(tree) if leaf.group == group)
     top, path = _climb([each.digest(each.salt(secret)) for each in tree], index)
     start = next(number for number, (entry, _) in enumerate(chain) if entry.kind == "step" and entry.step == leaf.step)
@@ -90,10 +90,10 @@ def prove(run: str, group: int, chain: Chain, tree: Sequence[Leaf], secret: byte
 
 
 def check(proof: Mapping[str, Any]) -> Inclusion:
-    """Check a proof from itself alone. Raises `InvalidProof`; root and head are for the caller to compare with a card."""
+    """Check a proof by itself; the caller has to compare root and head with a published card. Raises `InvalidProof`."""
     try:
         if not isinstance(proof, Mapping) or proof.get("_type") != PROOF_TYPE:
-            raise InvalidProof(f"it is no proof of type {PROOF_TYPE}: `penstock card RUN --prove GROUP` prints one")
+            raise InvalidProof(f"the file is not a proof of type {PROOF_TYPE}; `penstock card RUN --prove GROUP` prints one")
         leaf, salt = Leaf(**proof["leaf"]), bytes.fromhex(proof["salt"])
         _check_path(leaf.digest(salt), proof["path"], str(proof["root"]))
         head, count = str(proof["ledger"]["head"]), int(proof["ledger"]["entries"])
@@ -102,7 +102,7 @@ def check(proof: Mapping[str, Any]) -> Inclusion:
         if parts:
             _check_record(leaf, parts)
         run = str(proof["run"])
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:  # of a file that anybody may have written
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:  # the file may be forged
         raise InvalidProof(f"the proof cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]})") from error
     return Inclusion(run, leaf.group, leaf.step, leaf.prompt, str(proof["root"]), head, count, bool(parts))
 
@@ -112,11 +112,11 @@ def _check_path(digest: bytes, path: Sequence[tuple[str, str]], expected: str) -
         pair = (bytes.fromhex(other), digest) if side == "left" else (digest, bytes.fromhex(other))
         digest = _sha256(b"\1", *pair)
     if digest.hex() != expected:
-        raise InvalidProof(f"the path of the leaf leads to {digest.hex()[:16]}…, the proof has the root {expected[:16]}…")
+        raise InvalidProof(f"the path from the leaf leads to the root {digest.hex()[:16]}…, but the proof states {expected[:16]}…")
 
 
 def _check_chain(leaf: Leaf, values: Sequence[bytes], *, head: str, count: int) -> None:
-    """Check that the first entry trains the leaf's record, that each has the digest of the one before, and that the last is the head."""
+    """Check that the first entry's plan has the leaf's record, that each entry names its predecessor, and that the last is the head."""
     entries = [ledger.decode(value) for value in values]
     if not entries or entries[0].kind != "step" or entries[0].step != leaf.step:
         raise InvalidProof(f"the first ledger entry is not step {leaf.step}")
@@ -124,7 +124,7 @@ def _check_chain(leaf: Leaf, values: Sequence[bytes], *, head: str, count: int) 
         raise InvalidProof(f"the plan of step {leaf.step} has no group {leaf.group} with SHA-256 {leaf.record[:16]}…")
     for (before, value), (entry, _) in pairwise(zip(entries, values, strict=True)):
         if entry.previous != ledger.digest(value) or entry.seq != before.seq + 1:
-            raise InvalidProof(f"ledger entry {entry.seq} does not follow entry {before.seq}")
+            raise InvalidProof(f"ledger entry {entry.seq} does not contain the digest of entry {before.seq}")
     if (ledger.digest(values[-1]), entries[-1].seq + 1) != (head, count):
         raise InvalidProof(f"the last ledger entry is {entries[-1].seq}, which is not the head {head[:16]}… of {count} entries")
 
@@ -132,11 +132,11 @@ def _check_chain(leaf: Leaf, values: Sequence[bytes], *, head: str, count: int) 
 def _check_record(leaf: Leaf, parts: Sequence[bytes]) -> None:
     group = groups.decode_parts(parts)
     if (groups.digest(parts), group.group, group.prompt) != (leaf.record, leaf.group, leaf.prompt):
-        raise InvalidProof(f"the record is not that of group {leaf.group} with this prompt")
+        raise InvalidProof(f"the record in the proof is not that of group {leaf.group} with this prompt")
 
 
 def _climb(level: list[bytes], index: int) -> tuple[str, list[tuple[str, str]]]:
-    """The root over these leaves, and for the leaf at `index` the side and digest of each sibling on the way to it."""
+    """Return the root over these leaves, and (side, digest) of each sibling on the path from the leaf at `index` to the root."""
     path: list[tuple[str, str]] = []
     while len(level) > 1:
         if (sibling := index ^ 1) < len(level):

@@ -1,4 +1,4 @@
-"""A run's in-toto statement: what its model was made from, by the log alone, so that a repetition gives the same; and its files."""
+"""Writes the in-toto provenance statement of a model: claims computed from the run's log alone, and the SHA-256 of the model's files."""
 
 import contextlib
 import hashlib
@@ -31,39 +31,38 @@ from penstock.topics.wire.record import Record
 from penstock.topics.wire.secrets import without_password
 
 MODEL, CARD = "model", "card"
-"""Folders of a run: its final model, and the card of a run that has none yet."""
+"""Subdirectories of a run: the final model with its card, and the card of a run without a final model."""
 BISECTED = "bisect/result.txt"
-"""File of a run with the text of its last bisect."""
+"""File in a run's directory with the text of its last bisect."""
 STATEMENT, README, SIGNATURE, SALT = "provenance.json", "README.md", "model.sig", "card.salt"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "https://penstock.dev/run/v1"
 PREVIOUS = "README.previous{}.md"
-"""Name of a README.md that a card replaces; the number is empty for the first one."""
+"""New name of a README.md that a card replaces; numbered if the name is taken."""
 UNNAMED = ("*.sig", "*.sigstore", "*.sigstore.json", ".git/*", ".gitattributes", ".cache/*", ".*.new")
-"""Files that no statement names: signatures, what git and downloads leave, and unfinished files."""
+"""Files that a statement does not list: signatures, files of git and of downloads, and unfinished files."""
 SETTINGS = ("run", "schedule", "sampling", "algorithm", "trainer", "rollout")
 SPAN = ("first", "end", "records")
-"""Numbers of a partition in a statement."""
+"""Numbers that a statement has for each partition."""
 PUBLISHED_KEYS = ("run", "step", "version", "digest", "ledger")
-"""What a card has of a parent run."""
+"""Facts about a parent run that are published."""
 _FOLDERS = re.compile(r"(?<![\w.:/-])(?:~|\.{0,2})/(?:[^/\n]+/)*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """A run as a card describes it."""
+    """The parts of a run that a card and a statement describe."""
 
     reader: RunReader
     view: RunView
     chain: Chain
     evaluations: Mapping[int, str]
-    """Version -> SHA-256 of its evaluation."""
 
 
 def read_published(log: Log, run: str, *, ends: Mapping[str, int] | None = None, alive: Callable[[], None] = lambda: None) -> Published:
-    """Read a run up to its current end, or to the `ends` of a `RunReader`.
+    """Read a run up to its current end or to `ends` (see `RunReader`).
 
-    Raises `RunNotFound`, and `LogError` without a ledger entry or with a deleted one.
+    Raises `RunNotFound`, or `LogError` if the ledger has no entry or entries were deleted.
     """
     reader, evaluations = RunReader(log, run, alive=alive, ends=ends), dict[int, str]()
 
@@ -78,14 +77,14 @@ def read_published(log: Log, run: str, *, ends: Mapping[str, int] | None = None,
 
 
 def read_prompts(reader: RunReader, chain: Chain) -> dict[int, str] | None:
-    """Prompts of the trained groups; None if one is missing."""
+    """Return group -> prompt for all trained groups; None if a prompt is missing."""
     trained = {planned.group for entry, _ in chain for planned in entry.plan}
     prompts = {read.payload.group: read.payload.prompt for read in reader.prompts(only=trained) if read.payload is not None}
     return prompts if trained <= prompts.keys() else None
 
 
 def log_claims(published: Published, secret: bytes | None) -> dict[str, Any]:
-    """The claims of a statement that follow from the run's log, and `prompts` with the `secret` that salts their leaves."""
+    """Compute the claims of a statement from the run's log; `prompts` requires the `secret` for the salts, otherwise it is None."""
     entries, view = [entry for entry, _ in published.chain], published.view
     details = [json.loads(entry.details or "{}") for entry in entries]
     opened = [facts for entry, facts in zip(entries, details, strict=True) if entry.kind in ("run-opened", "rebased")]
@@ -129,7 +128,7 @@ def log_claims(published: Published, secret: bytes | None) -> dict[str, Any]:
 
 
 LEDGER_CLAIMS = ("run", "fingerprint", "ledger", "steps", "weights", "versions", "checkpoints")
-"""Claims that follow from the ledger alone, which no retention deletes."""
+"""Claims that follow from the ledger alone, which retention never deletes."""
 
 
 def _prompts(published: Published, secret: bytes) -> dict[str, Any] | None:
@@ -140,7 +139,7 @@ def _prompts(published: Published, secret: bytes) -> dict[str, Any] | None:
 
 
 def audit_claims(audited: Mapping[str, Any]) -> dict[str, Any]:
-    """The claims about a run's audit, from its table."""
+    """Return the claims about a run's audit, from the table of the audit."""
     violations = {each["check"]: len(each["violations"]) for each in audited["checks"] if each["violations"]}
     return {**{key: audited[key] for key in ("clean", "closed", "summary", "notes")}, "violations": violations}
 
@@ -152,36 +151,36 @@ def _base(config: Config) -> dict[str, Any]:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Effective settings of the sections that decide what is trained and how."""
+    """Return the effective settings of the sections that affect training."""
     table = settled(config)
     return {section: {key: public(value) for key, value in table[section].items() if value is not None} for section in SETTINGS}
 
 
 def public(value: Any) -> Any:
-    """A value without folders and passwords: `public("/home/me/rewards.py:score")` is "rewards.py:score"."""
+    """Remove directories and passwords from a value: `public("/home/me/rewards.py:score")` is "rewards.py:score"."""
     return _FOLDERS.sub("", without_password(value)) if isinstance(value, str) else value
 
 
 def read_chain(reader: RunReader) -> Chain:
-    """The ledger with the payloads of its entries. Raises `LogError` if it is empty or has lost its first entries."""
+    """Read the ledger entries and their payloads. Raises `LogError` if the ledger is empty or its first entries were deleted."""
     state, chain = LedgerState(reader.run), list[tuple[ledger.Entry, bytes]]()
     for record in reader.records("ledger", partitions=[0]):
         with contextlib.suppress(Unusable):
             if record.id not in reader.poison and isinstance(entry := state.apply(record), ledger.Entry):
                 chain.append((entry, bytes(record.value)))
     if not chain:
-        raise LogError(f"the ledger of {reader.run} has no entry yet, or its first entries were deleted: there is nothing to publish")
+        raise LogError(f"{reader.run} cannot be published: its ledger has no entry yet, or its first entries were deleted")
     return chain
 
 
 def stored_secret(run: str) -> bytes | None:
-    """The run's secret for salts if this machine has it; it is in the run's folder and never published."""
+    """Read the run's secret for salts from its directory; None if this machine does not have it. It must not be published."""
     path = run_directory(run) / SALT
     return bytes.fromhex(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def secret_of(run: str) -> bytes:
-    """The run's secret for salts, made at the first call."""
+    """Return the run's secret for salts, generating it on the first call."""
     if (secret := stored_secret(run)) is None:
         run_directory(run).mkdir(parents=True, exist_ok=True)
         write_private(run_directory(run) / SALT, (secret := secrets.token_bytes(32)).hex())
@@ -189,13 +188,13 @@ def secret_of(run: str) -> bytes:
 
 
 def card_directory(run: str) -> Path:
-    """The folder of a run's card on this machine: that of its final model, if it has one."""
+    """Return the directory for a run's card on this machine: that of the final model if it exists."""
     model = run_directory(run) / MODEL
     return model if model.is_dir() else model.with_name(CARD)
 
 
 def publish(directory: Path, text: str, predicate: Mapping[str, Any], *, notify: Callable[[str], None]) -> Path:
-    """Write README.md and then the statement, each complete or not at all. Raises `ConfigError` if a file cannot be written."""
+    """Write README.md and then the statement, each atomically; return the statement's path. Raises `ConfigError` if that fails."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _keep_other_readme(directory, text, notify)
@@ -206,15 +205,15 @@ def publish(directory: Path, text: str, predicate: Mapping[str, Any], *, notify:
         path, stated = directory / STATEMENT, json.dumps(statement, indent=1, allow_nan=False) + "\n"
         if (old := directory / SIGNATURE).exists() and not (path.is_file() and path.read_bytes() == stated.encode()):
             old.unlink()
-            notify(f"{old} was of other files: it is removed")
+            notify(f"removed {old}, the signature of earlier files")
         write_complete(path, stated)
     except OSError as error:
-        raise ConfigError(f"cannot write the card in {directory}: {error.strerror}; give another --out") from error
+        raise ConfigError(f"cannot write the card to {directory}: {error.strerror}; choose another directory with --out") from error
     return path
 
 
 def files_of(directory: Path, named: Collection[str] = ()) -> dict[str, Path]:
-    """The files below a model's directory that a statement names or has to name, by relative path."""
+    """Return relative path -> path of all files in a model's directory that a statement lists (`named`) or has to list."""
     paths = {
         path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_symlink() or not path.is_dir()
     }
@@ -229,12 +228,12 @@ def sha256_of(path: Path) -> str:
 
 
 def read_statement(directory: Path) -> dict[str, Any]:
-    """The statement in a model's directory. Raises `ConfigError` if there is none, `ValueError` if it is damaged."""
+    """Read the statement in a model's directory. Raises `ConfigError` if there is none, `ValueError` if it is damaged."""
     path = directory / STATEMENT
     if not path.is_file():
         if not directory.is_dir():
-            raise ConfigError(f"there is no folder {directory}")
-        raise ConfigError(f"{directory} has no {STATEMENT}: `penstock card RUN` writes it with the model card")
+            raise ConfigError(f"directory {directory} does not exist")
+        raise ConfigError(f"{directory} has no {STATEMENT}; `penstock card RUN` writes one")
     try:
         statement = json.loads(path.read_bytes())
         named = [(subject["name"], subject["digest"]["sha256"]) for subject in statement["subject"]]
@@ -247,21 +246,21 @@ def read_statement(directory: Path) -> dict[str, Any]:
         texts = [head, *dict(named).values(), *(row["sha256"] for row in topics.values())]
         names = [predicate["run"], *dict(named), *([] if predicate["weights"] is None else [predicate["weights"]])]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is no statement of this format ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{path} is not a valid statement ({type(error).__name__}: {error})") from error
     if types != (STATEMENT_TYPE, PREDICATE_TYPE):
         raise ValueError(f"{path}: the types are {types[0]!r} and {types[1]!r}, expected {STATEMENT_TYPE!r} and {PREDICATE_TYPE!r}")
     hexadecimal = re.compile("[0-9a-f]{64}")
     if not all(isinstance(text, str) and hexadecimal.fullmatch(text) for text in texts):
-        raise ValueError(f"{path}: a SHA-256 is malformed")
+        raise ValueError(f"{path}: a SHA-256 is not 64 hexadecimal digits")
     if not all(type(number) is int for number in numbers) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{path}: a number or a name is malformed")
+        raise ValueError(f"{path}: a number or name has the wrong type")
     if len(dict(named)) < len(named):
-        raise ValueError(f"{path} names a file twice")
+        raise ValueError(f"{path} lists a file twice")
     return statement
 
 
 def signer(key: Path) -> Callable[[Path], Path]:
-    """A function that signs all files of a model with a private elliptic-curve key. Raises `ConfigError` without model-signing."""
+    """Return a function that signs all files of a model with a private elliptic-curve key. Raises `ConfigError` without model-signing."""
     try:
         from model_signing import hashing, signing
     except ImportError as error:
@@ -272,7 +271,7 @@ def signer(key: Path) -> Callable[[Path], Path]:
         try:
             hashed = hashing.Config().set_ignored_paths(paths=[signature], ignore_git_paths=True)
             signing.Config().use_elliptic_key_signer(private_key=key).set_hashing_config(hashed).sign(directory, signature)
-        # The boundary to a library: its errors, those of keys included, have no common type.
+        # The errors of the library, including those about keys, have no common base class.
         except Exception as error:
             raise ConfigError(f"--sign {key}: {' '.join(str(error).split())[:200]}; give a private elliptic-curve key in PEM") from error
         return signature
@@ -281,7 +280,7 @@ def signer(key: Path) -> Callable[[Path], Path]:
 
 
 def _keep_other_readme(directory: Path, text: str, notify: Callable[[str], None]) -> None:
-    """Rename a README.md that is not the one of the statement before, such as the base model's or one that was edited."""
+    """Rename an existing README.md unless the previous card wrote it: it may be the base model's, or edited by the user."""
     path = directory / README
     if not path.is_file() or path.read_bytes() == text.encode():
         return
@@ -294,4 +293,4 @@ def _keep_other_readme(directory: Path, text: str, notify: Callable[[str], None]
     names = (PREVIOUS.format(f"-{number}" if number else "") for number in range(len(list(directory.iterdir())) + 1))
     unused = next(directory / name for name in names if not (directory / name).exists())
     path.rename(unused)
-    notify(f"{path} was another one: it is now {unused.name}")
+    notify(f"renamed the existing {path} to {unused.name}")

@@ -1,4 +1,4 @@
-"""The report of a run as plain data, from headers and small topics; an unknown figure is None."""
+"""Computes the report of a run as plain data, from record headers and small topics. An unknown figure is None."""
 
 import contextlib
 import json
@@ -44,11 +44,11 @@ COSTS = ("encode", "decode", "send", "poll", "io")
 CURVE_POINTS = 60
 STORED = "report.stored.json"
 STORED_FORMAT = 1
-"""To be raised if a figure of the report changes its meaning."""
+"""Format of stored reports; raise it when a figure changes its meaning."""
 
 
 def collect(log: Log, run: str, *, mlflow_run_id: str | None = None, alive: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Read a run's topics and report on it, for JSON; `alive` is called before every batch and may raise. Raises `RunNotFound`."""
+    """Read a run's topics and return its report for JSON. `alive` is called before every batch and may raise. Raises `RunNotFound`."""
     view = read_view(RunReader(log, run, alive=alive))
     if view.record is None and view.opened is None:
         raise RunNotFound(run)
@@ -59,7 +59,7 @@ def collect(log: Log, run: str, *, mlflow_run_id: str | None = None, alive: Call
 
 
 def stored_report(log: Log, run: str, *, alive: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """As `collect`; that of an ended run is stored in its folder, until a topic of the run grows."""
+    """Return the report like `collect`. The report of an ended run is stored in its directory and reused until a topic grows."""
     record, path = find(log, run), run_directory(run) / STORED
     if record is None or record.status not in ENDED or not path.parent.is_dir():
         return collect(log, run, alive=alive)
@@ -78,7 +78,7 @@ def stored_report(log: Log, run: str, *, alive: Callable[[], None] = lambda: Non
 
 
 def _counted(log: Log, run: str) -> dict[str, Any]:
-    """The figures about groups whose records were deleted, from the view that a tracker has saved; none without one."""
+    """Return figures about groups whose records were deleted, from the newest saved view; empty if there is none."""
     view, since = newest(log, run)
     if not since:
         return {}
@@ -89,12 +89,12 @@ def _counted(log: Log, run: str) -> dict[str, Any]:
 
 
 def gone_from(log: Log, run: str) -> list[str]:
-    """Which records are missing from the figures because they were deleted, a line for each partition."""
+    """Return a sentence per partition from which records were deleted, so that the figures do not include them."""
     return deleted(log, *(f"{run}.{topic}" for topic in COUNTED))
 
 
 def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
-    """The report of a run that was read: the keys and their definitions are those of `report --json`."""
+    """Compute the report from a run's view; its keys are those of `penstock report --json`. `gone`: see `gone_from`."""
     steps, slowest = [view.steps[number] for number in sorted(view.steps)], bottleneck(view, whole=True)
     report: dict[str, Any] = {
         "run": view.run,
@@ -149,17 +149,15 @@ def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _changes(info: Mapping[str, Any], steps: Sequence[StepFacts]) -> list[dict[str, Any]]:
-    """Changes of data and code while the run was stopped, each with the number of steps that were done before it."""
     return [{**change, "steps": sum(step.time_s <= change["time_ns"] / 1e9 for step in steps)} for change in info.get("changes", ())]
 
 
 def _scoring(view: RunView) -> dict[str, Any] | None:
-    """Load of the reward functions, from the scorers' figures; None if no group was scored.
+    """Return figures about the load of the reward functions; None if no group was scored.
 
-    `utilisation`: share of the time in which the slots for groups at the reward functions were taken; a child process has one slot,
-    or `reward.concurrency` if a function is async or a service. `wait_s_mean`: from a group's call to its rewards, in the attempt that
-    succeeded. `groups_per_s`: over the scorers' time. `services`: requests to reward services; `utilisation` is the share of the time in
-    which a scorer's process has one in flight, `in_flight` the mean number of all.
+    `utilisation` is the mean share of slots for groups that are in use; a child process has one slot, or `reward.concurrency` if a function
+    is async or a service. `wait_s_mean` is the time from calling the functions for a group to its rewards. `services` is about requests to
+    reward services: `utilisation` is the share of time in which a process has a request in flight, `in_flight` their mean number.
     """
     scorers = [worker for worker in view.workers.values() if worker.role == "scorer"]
     groups = sum(worker.total("groups") for worker in scorers)
@@ -201,7 +199,7 @@ def _schedule(view: RunView) -> dict[str, Any]:
 
 
 def _weights(view: RunView) -> dict[str, Any]:
-    """What was published: a delta is a version that was sent as what differs from the one before, adapters are on version 0."""
+    """Return numbers and sizes of published versions: full ones, deltas to the previous version, and adapters on version 0."""
     measured = [entry.metrics for _, entry in sorted(view.versions.items())]
     deltas, adapters = ([each["bytes"] for each in measured if each.get(name)] for name in ("delta", "adapter"))
     return {
@@ -215,7 +213,7 @@ def _weights(view: RunView) -> dict[str, Any]:
 
 
 def reward_ends(view: RunView, *, steps: int, per_version: int) -> dict[str, Any]:
-    """Means over all scored samples whose oldest version covers one of the first, or last, tenth of the steps, and all along."""
+    """Return the mean reward of samples generated under versions of the first and the last tenth of the steps, and the full curve."""
     window = tenth(steps)
     first = together(tally for version, tally in view.rewards.items() if version * per_version < window)
     versions = sorted(view.rewards)
@@ -225,7 +223,6 @@ def reward_ends(view: RunView, *, steps: int, per_version: int) -> dict[str, Any
 
 
 def _sum(steps: Sequence[StepFacts], name: str) -> int | None:
-    """The sum of a metric over the steps that have it; None if none has."""
     values = [step.metrics[name] for step in steps if name in step.metrics]
     return int(sum(values)) if values else None
 
@@ -241,7 +238,7 @@ def _groups(view: RunView) -> dict[str, int]:
 
 
 def _lengths(view: RunView) -> dict[str, dict[str, float | None]]:
-    """Completion tokens of the samples, by what became of their group: `length` is the mean, then the 95 % quantile and the longest."""
+    """Return completion lengths in tokens by final status of the group: mean, 95 % quantile and maximum."""
     tokens: dict[str, list[int]] = {"admitted": [], "trained": [], "filtered": [], "stale": [], "failed": [], "abandoned": [], "unused": []}
     for group, status in group_statuses(view).items():
         generated = view.samples.get(group, {}).values()
@@ -257,7 +254,7 @@ def _lengths(view: RunView) -> dict[str, dict[str, float | None]]:
 
 
 def _filtered(view: RunView) -> dict[str, int]:
-    """Filtered groups whose samples all have the full reward, the lowest, or one between."""
+    """Count filtered groups by their common reward: the full one, the lowest one, or between."""
     scale = reward_scale(view)
     filtered = [group for group in view.groups.values() if group.outcome == "filtered"]
     means = [group.reward_mean for group in filtered if group.reward_mean is not None and not group.lacks_rewards]
@@ -274,11 +271,11 @@ def _rounds(steps: Sequence[StepFacts], *, per_version: int) -> list[list[StepFa
 
 
 def _time(view: RunView, steps: Sequence[StepFacts], *, per_version: int) -> dict[str, Any]:
-    """Seconds. start: created to first sample begun; train: from there to last step done; end: from there to closed; wall: all three.
+    """Return times in seconds, without pauses between a stop and a resumption, which are `paused_s`.
 
-    None of them counts a pause: `paused_s` is what lies between a stop and its resumption. `rollout_to_train_end_s`: per round, its
-    first sample begun to its last step committed. The trainer's time since it was ready is `trainer_wait_s`, `trainer_compute_s` and
-    `trainer_other_s`, `trainer_waiting_ratio` the first one's share in it, by the uses of `time_spent`.
+    `start`: creation to the start of the first sample; `train`: to the last step; `end`: to the closing; `wall`: their sum.
+    `rollout_to_train_end_s`: per round, from the start of its first sample to the commit of its last step. The trainer's time since it was
+    ready is divided into `trainer_wait_s`, `trainer_compute_s` and `trainer_other_s`; `trainer_waiting_ratio` is the share of the first.
     """
     created = view.record.created_ns / 1e9 if view.record else None
     done = steps[-1].time_s if steps else None
@@ -309,10 +306,10 @@ def _time(view: RunView, steps: Sequence[StepFacts], *, per_version: int) -> dic
 
 
 def _overhead(view: RunView) -> dict[str, Any]:
-    """What the topics cost feeder, rollout workers, scorers and trainer, by their own last word.
+    """Return the CPU time that feeder, rollout workers, scorers and trainer spend on topics, according to their last reports.
 
-    `topics_overhead_ms_per_sample`: CPU time in encoding, decoding, sending, polling and the client's I/O threads, weights and
-    ledger included, by samples acknowledged in `rollouts`. `topics_overhead_ratio`: the same time in all CPU time of these workers.
+    It includes encoding, decoding, sending, polling and the client's I/O threads, also for weights and ledger.
+    `topics_overhead_ms_per_sample` is per sample in `rollouts`; `topics_overhead_ratio` is the share of these workers' CPU time.
     """
     paying = [worker for worker in view.workers.values() if worker.role not in HELPERS]
     parts = {name: sum(worker.total(f"cost_{name}_s") for worker in paying) for name in COSTS}
@@ -326,7 +323,6 @@ def _overhead(view: RunView) -> dict[str, Any]:
 
 
 def _overlap(steps: Sequence[StepFacts], *, per_version: int) -> dict[str, Any]:
-    """Number of rounds whose first backward pass started before their last sample ended."""
     rounds = before = 0
     for members in _rounds(steps, per_version=per_version):
         backward = [step.metrics["first_backward_at"] for step in members if "first_backward_at" in step.metrics]
@@ -354,7 +350,6 @@ def _dead_letters(view: RunView) -> dict[str, Any]:
 
 
 def _restarts(view: RunView) -> dict[str, int]:
-    """Restarts by role; a resumption of the run, in which all workers restart, does not count."""
     restarts: dict[str, int] = {}
     for worker in view.workers.values():
         restarts[worker.role] = restarts.get(worker.role, 0) + len(worker.incarnations) - 1 - resumptions(view)
@@ -362,7 +357,7 @@ def _restarts(view: RunView) -> dict[str, int]:
 
 
 def finite(value: Any) -> Any:
-    """The same with None for NaN and infinity, which JSON does not have."""
+    """Replace NaN and infinity, which JSON lacks, by None in a nested value."""
     if isinstance(value, Mapping):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -374,7 +369,7 @@ REPORTS = ("report.txt", "report.json")
 
 
 def remove_reports(directory: Path) -> None:
-    """Remove what an earlier end of the run has left, which must not remain where no newer one is written."""
+    """Remove the reports that an earlier end of the run has left, so that an outdated report cannot remain."""
     for name in REPORTS:
         (directory / name).unlink(missing_ok=True)
 
@@ -383,7 +378,7 @@ LINE_EVERY_S = 5.0
 
 
 class Progress:
-    """Sends a line every few seconds, by default how long the log has been read; may be called for every record."""
+    """Callable for each record that sends a progress line every few seconds; by default the elapsed time."""
 
     def __init__(self, notify: Callable[[str], None], *, every_s: float = LINE_EVERY_S) -> None:
         self._notify, self._every_s = notify, every_s
@@ -393,4 +388,4 @@ class Progress:
         now = time.monotonic()
         if now - self._line_at >= self._every_s:
             self._line_at = now
-            self._notify(text or f"reading the log, for {now - self._started:.0f} s")
+            self._notify(text or f"reading the log for {now - self._started:.0f} s")

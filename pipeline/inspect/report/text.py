@@ -1,4 +1,4 @@
-"""Text of a report: a table of rows over the figures of `report --json`; unknown figures and rows without lines are left out."""
+"""Formats a report as text: a table with a row per topic. Unknown figures and empty rows are left out."""
 
 import contextlib
 import io
@@ -20,22 +20,20 @@ from penstock.pipeline.inspect.run_status import end_reason
 STATUS_STYLES = {"finished": "green", "stopping": "yellow", "stopped": "yellow", "failed": "red", "running": "cyan"}
 TEXT_WIDTH, EXAMPLE_WIDTH = 110, 72
 SHOWN_LINES, SHOWN_GONE = 2, 3
-"""Lines of a row in the short form, and partitions with deleted records that the full form names."""
+"""Largest number of lines per row in the short form, and of listed partitions with deleted records."""
 FILES = ("report.html", "model", "metrics.jsonl", "logs")
 
 Report = Mapping[str, Any]
 
 
 class Row(NamedTuple):
-    """One row of the text."""
-
     label: str
     lines: Callable[[Report], Iterable[str | Text]]
     style: str = ""
 
 
 def render(report: Report, *, directory: Path | None = None, full: bool = False) -> RenderableType:
-    """The report for a rich console; `directory` is the run's folder on this machine."""
+    """Format the report for a rich console; `directory` is the run's directory on this machine."""
     status, wall_s = str(report["status"]), report["time"]["wall_s"]
     ended = status in ("finished", "failed")
     lasted = "" if wall_s is None else f" {'in' if ended else 'after'} {duration(wall_s)}"
@@ -52,12 +50,11 @@ def render(report: Report, *, directory: Path | None = None, full: bool = False)
 
 
 def as_text(report: Report, *, directory: Path | None = None, full: bool = False) -> str:
-    """The same without colours, for a file or a pipe."""
+    """Format the report as plain text, for a file or a pipe."""
     return printed(render(report, directory=directory, full=full), width=TEXT_WIDTH)
 
 
 def printed(view: RenderableType, *, width: int) -> str:
-    """A rich renderable as lines of plain text."""
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
     console.print(view)
     assert isinstance(console.file, io.StringIO)
@@ -65,8 +62,8 @@ def printed(view: RenderableType, *, width: int) -> str:
 
 
 def some_of(gone: Sequence[str]) -> list[str]:
-    """The first lines about deleted records, and the number of the others."""
-    more = [f"and so in {len(gone) - SHOWN_GONE} partitions more"] if len(gone) > SHOWN_GONE else []
+    """Return the first lines about deleted records, and the number of further partitions."""
+    more = [f"and in {len(gone) - SHOWN_GONE} more partitions"] if len(gone) > SHOWN_GONE else []
     return [*gone[:SHOWN_GONE], *more]
 
 
@@ -94,7 +91,7 @@ def _reward(report: Report) -> list[Text]:
 def _held_out(report: Report) -> list[str]:
     evals = report["eval"]
     if not evals:
-        return ["not evaluated; eval.source names held-out prompts"]
+        return ["not evaluated; set eval.source to evaluate on held-out prompts"]
     first, last = evals[0], evals[-1]
     parts = [text for name in ("greedy", "sampled") if (text := _score(name, [first] if last is first else [first, last]))]
     prompts = f" ({int(last['n'])} prompts)" if last.get("n") else ""
@@ -103,7 +100,7 @@ def _held_out(report: Report) -> list[str]:
 
 
 def _score(name: str, evals: Sequence[Mapping[str, Any]]) -> str | None:
-    """Accuracy of greedy or sampled completions in the first and last evaluation, and their mean reward if it is another number."""
+    """Format the accuracy of greedy or sampled completions in the first and last evaluation, and the mean reward if it differs."""
     solved, rewards = ([float(entry.get(f"{name}_{key}", math.nan)) for entry in evals] for key in ("accuracy", "reward"))
     if any(map(math.isnan, solved)):
         return None
@@ -148,7 +145,7 @@ def _staleness(report: Report) -> list[str]:
 
 
 def _time(report: Report) -> list[str]:
-    """Busy time and the largest other use of the stages that matter for the speed."""
+    """Format the busy time, and the largest other use of time, of the stages that limit the speed."""
     bottleneck = (report["bottleneck"] or {}).get("who")
     parts = []
     for role, seconds in report["time_spent"].items():
@@ -173,11 +170,11 @@ def _restarts(report: Report) -> list[str]:
 
 def _deleted(report: Report) -> list[str]:
     gone = report.get("gone")
-    return ["the figures are of what is kept; groups that seem open or unused may have ended", *some_of(gone)] if gone else []
+    return ["figures do not include deleted records; groups shown as open or unused may have ended", *some_of(gone)] if gone else []
 
 
 def _changed(report: Report) -> list[str]:
-    """Changes of data or code while the run was stopped: `reward a.py:f after 3 steps: 1f… -> 9c…`."""
+    """Format changes of data or code while the run was stopped: "reward a.py:f after 3 steps: 1f… -> 9c…"."""
     return [
         f"{change['what']} after {change['steps']:,} steps: {change['before'][:12]} -> {change['after'][:12]}"
         for change in report.get("changed") or ()
@@ -186,7 +183,7 @@ def _changed(report: Report) -> list[str]:
 
 def _empty(report: Report) -> list[str]:
     empty = report["empty_steps"]
-    return [f"{empty} of {report['steps']} steps had no trained token and left the weights as they were"] if empty else []
+    return [f"{empty} of {report['steps']} steps had no trained token and did not change the weights"] if empty else []
 
 
 def _next_steps(report: Report) -> list[str]:
@@ -212,7 +209,6 @@ SHORT = (
 
 
 def _examples(report: Report) -> list[str]:
-    """Held-out prompts, each with the completion before training and the newest one."""
     lines = []
     for example in report.get("examples", ()):
         lines.append(one_line(example["prompt"], EXAMPLE_WIDTH))
@@ -251,7 +247,7 @@ def episodes_lines(report: Report) -> list[str]:
         *(["{segments_mean:.2f} sequences each"] if values["segments_mean"] > 1.0 else []),
         *(["{results_cut:,} results cut at environment.max_result_tokens"] if values["results_cut"] else []),
         *(["{dropped:,} dropped after {dropped_turns_mean:.1f} turns"] if values["dropped"] else []),
-        *(["{losses} losses made good"] if values["losses"] else []),
+        *(["{losses} lost turns generated again"] if values["losses"] else []),
         *(["{broken} broken ({kinds})"] if values["broken"] else []),
     ]
     kinds = ", ".join(f"{number} {name}" for name, number in values["causes"].items())
@@ -377,7 +373,6 @@ DETAILS = (
 
 
 def mlflow_commands(report: Report) -> list[str]:
-    """Commands that show the run in MLflow."""
     uri, number = str(report.get("mlflow_uri") or ""), report.get("mlflow_run_id")
     if not uri or not number:
         return []
@@ -389,7 +384,7 @@ def mlflow_commands(report: Report) -> list[str]:
 
 
 def experiment_of(uri: str, run: str) -> str | None:
-    """The experiment of an MLflow run in a local database; None if the database does not have it."""
+    """Return the id of the experiment of an MLflow run in a local database; None if the database does not have the run."""
     path = Path(uri.removeprefix("sqlite:///"))
     if not uri.startswith("sqlite:///") or not path.is_file():
         return None

@@ -1,1 +1,1 @@
-"""A run's samples, groups, steps and intervals as Arrow tables."""
+"""Samples, groups, steps, turns and timeline of a run as Arrow tables."""

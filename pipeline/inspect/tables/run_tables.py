@@ -1,4 +1,4 @@
-"""Samples, groups, steps and turns of a run as Arrow tables; of duplicate records the first counts, and unknown values are null."""
+"""Samples, groups, steps and turns of a run as Arrow tables. Of duplicate records the first one is used; unknown values are null."""
 
 import json
 import math
@@ -28,7 +28,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Advantages:
-    """The advantage function that a run's configuration names; a function of the user is loaded with `trust_code` only."""
+    """The advantage function of a run's configuration. A custom function is loaded only with `trust_code`."""
 
     def __init__(self, config: dict[str, Any], *, trust_code: bool) -> None:
         self.name: str | None = None
@@ -41,7 +41,7 @@ class Advantages:
             self.why_not = " ".join(str(error).split())
 
     def of(self, group: Group) -> Floats:
-        """[K] advantages, one per sample; NaN for a sample without one."""
+        """Return [K] advantages, one per sample; NaN for a sample that is not trained or if they are unknown."""
         values = np.full(len(group.samples), np.nan, np.float32)
         if self._function is None or not group.samples:
             return values
@@ -49,7 +49,7 @@ class Advantages:
             advantage_of = {
                 sequence.sample: sequence.advantage for sequence in sequences(group, advantages=self._function, truncated=self._truncated)
             }
-        # A user's function may raise any exception.
+        # A custom function may raise any exception.
         except Exception as error:
             self._function, self.why_not = None, f"{self.name} fails: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
             return values
@@ -63,7 +63,7 @@ class Advantages:
         config = from_json(json.dumps(table))
         self.name, self._truncated = config.advantage, config.algorithm.truncated
         if config.algorithm.kl_coef and config.algorithm.kl_in == "reward":
-            raise ValueError("rewards were lowered by the KL to the reference, whose logprobs are not in the log (algorithm.kl_in)")
+            raise ValueError("rewards were reduced by the KL to the reference, whose logprobs are not in the log (algorithm.kl_in)")
         self._function = combined_advantages(advantage_function(self.name, trust_code=trust_code), combine=config.algorithm.combine)
 
 
@@ -83,11 +83,11 @@ GROUPS = schema(
     """
 )
 STEPS = schema("step int, version int, committed time, groups ints, boundaries ints, digest text")
-"""Columns of every step; its metrics follow as float64 columns, by name."""
+"""Columns of a step. Metrics follow as float64 columns, by name."""
 
 
 class RunTables:
-    """The tables of one run; outcomes that two tables need are read once."""
+    """The tables of one run. Outcomes, which two tables need, are read once."""
 
     def __init__(self, log: Log, run: str) -> None:
         self.log, self.run = log, run
@@ -95,7 +95,7 @@ class RunTables:
         self._outcomes: dict[int, dict[str, Any]] | None = None
 
     def samples(self) -> pa.Table:
-        """`SAMPLES`: every finished sample; what scoring adds is null before, the advantage also if a user's function computes it."""
+        """Return `SAMPLES`, every finished sample. Reward and advantage are null before scoring; so is a custom function's advantage."""
         outcomes, scored_columns = dict[int, dict[str, Any]](), dict[tuple[int, int], dict[str, Any]]()
         record = find(self.log, self.run)
         advantages = Advantages(json.loads(record.config) if record is not None and record.config else {}, trust_code=False)
@@ -114,7 +114,7 @@ class RunTables:
         return _table(rows, SAMPLES)
 
     def groups(self) -> pa.Table:
-        """`GROUPS`: every admitted group; `status` as in the report, `open` for an unfinished group of a live run."""
+        """Return `GROUPS`, every admitted group; `status` is the final status, or `open` for an unfinished group of an active run."""
         status_of = group_statuses(read_view(self._reader, topics=WATCHED))
         if (outcomes := self._outcomes) is None:
             payloads = ((read.payload, read) for read in self._reader.groups())
@@ -127,7 +127,7 @@ class RunTables:
         return _table(rows, GROUPS)
 
     def steps(self) -> pa.Table:
-        """`STEPS` and the metrics of the steps."""
+        """Return `STEPS`, every committed step, with a column per metric."""
         committed: dict[int, Entry] = {}
         for entry in self._reader.entries():
             if entry.kind == "step" and entry.step is not None:
@@ -148,11 +148,10 @@ class RunTables:
         return _table(rows, pa.schema([*STEPS, *(pa.field(name, pa.float64()) for name in names)]))
 
     def turns(self) -> pa.Table:
-        """`TURNS`: every part of every trajectory, in order; versions are null for parts of the environment. Completions have none."""
+        """Return `TURNS`, every part of every trajectory, in order; versions are null for parts that the environment wrote."""
         return pa.Table.from_pylist([row for _, rollout in self._rollouts() for row in _turns_of(rollout)], schema=TURNS)
 
     def _rollouts(self) -> list[tuple[tuple[int, int], Rollout]]:
-        """((group, sample), its first rollout), in order."""
         rollouts = {(read.payload.group, read.payload.sample): read.payload for read in self._reader.samples() if read.payload is not None}
         return sorted(rollouts.items(), key=lambda item: item[0])
 
@@ -165,11 +164,10 @@ ATTRIBUTES = {
     "ended": "ended_ns",
     "admitted": "created_ns",
 }
-"""Columns of samples and prompts with another name in the records."""
+"""Column -> attribute of a sample or prompt with another name."""
 
 
 def _attributes(record: Rollout | Prompt, schema: pa.Schema) -> dict[str, Any]:
-    """The columns of a table that the record itself has."""
     named = {column: ATTRIBUTES.get(column, column) for column in schema.names}
     return {column: getattr(record, name) for column, name in named.items() if hasattr(record, name)}
 
@@ -192,7 +190,7 @@ def _outcome_columns(group: Group, read: Read[Group]) -> dict[str, Any]:
 
 
 def sample_rows(group: Group, parts: Sequence[pa.RecordBatch], advantages: Sequence[float]) -> pa.Table:
-    """The samples of a group as `SAMPLES`, from the group and the payloads of its parts; the large columns are not copied."""
+    """Return the samples of a group as `SAMPLES`, from the group and the payloads of its parts. Large columns are not copied."""
     written = pa.concat_arrays([part.column("samples").flatten() for part in parts])
     rollouts = [sample.rollout for sample in group.samples]
     computed: dict[str, list[Any]] = {
@@ -207,7 +205,7 @@ def sample_rows(group: Group, parts: Sequence[pa.RecordBatch], advantages: Seque
         name = ATTRIBUTES.get(column.name, column.name) if column.name in ("started", "ended") else column.name
         if column.name in computed:
             columns.append(pa.array(computed[column.name], column.type))
-        elif written.type.get_field_index(name) < 0:  # a record of an earlier release
+        elif written.type.get_field_index(name) < 0:  # an earlier release wrote the record, without this column
             columns.append(pa.nulls(len(rollouts), column.type))
         else:
             columns.append(written.field(name).cast(column.type))
@@ -215,14 +213,14 @@ def sample_rows(group: Group, parts: Sequence[pa.RecordBatch], advantages: Seque
 
 
 def unscored_rows(reader: RunReader, groups: set[int], *, since: Mapping[Partition, int]) -> list[pa.Table]:
-    """The samples of groups without rewards as `SAMPLES`, from `rollouts`."""
+    """Return the samples of groups without rewards as `SAMPLES`, read from `rollouts`."""
     rollouts = (read.payload for read in reader.samples(only=groups, since=since) if read.payload is not None)
     rows = [{**_attributes(rollout, SAMPLES), "tokens": len(generated(rollout))} for rollout in rollouts]
     return [_table(rows, SAMPLES)] if rows else []
 
 
 def _table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
-    # from_pandas: a NaN in memory becomes a null, also within lists.
+    # from_pandas converts NaN to null, also within lists.
     columns = {field.name: pa.array([row.get(field.name) for row in rows], field.type, from_pandas=True) for field in schema}
     return pa.table(columns, schema=schema)
 

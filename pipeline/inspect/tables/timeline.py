@@ -1,4 +1,4 @@
-"""Timeline of the workers as a table: one row per interval of work or waiting, from the log alone."""
+"""Timeline of a run's workers as a table with a row per interval of work or waiting, computed from the log alone."""
 
 import contextlib
 from bisect import bisect_right
@@ -30,7 +30,7 @@ TYPES = {
 
 
 def schema(columns: str) -> pa.Schema:
-    """Columns written as in SQL: `schema("step int, committed time")` has an int64 and a timestamp in nanoseconds."""
+    """Parse a schema written like SQL: `schema("step int, committed time")` has an int64 and a timestamp in nanoseconds."""
     return pa.schema([(name, TYPES[kind]) for name, kind in (column.split() for column in columns.split(","))])
 
 
@@ -43,12 +43,12 @@ CAUSES = {
     Activity.NO_WEIGHTS: "weights",
     Activity.NO_DEVICE: "the device",
 }
-"""Cause of waiting of rollout workers and scorers, by activity."""
+"""Activity of a waiting rollout worker or scorer -> cause of waiting."""
 TRAINER = "trainer"
 
 
 class Interval(NamedTuple):
-    """One row; nanoseconds since 1970."""
+    """One row of the timeline. Times are Unix nanoseconds."""
 
     role: str
     worker: str
@@ -91,10 +91,10 @@ class Facts:
     ended: dict[int, Ended] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
     measured: dict[tuple[str, str], dict[int, Measurement]] = field(default_factory=dict)
-    """(worker, incarnation) -> number -> report."""
+    """(worker, process) -> sequence number -> measurement."""
 
     def add_measurement(self, measured: Measurement) -> None:
-        """Add a worker's report; of two with the same number the first counts."""
+        """Add a worker's report; of two with the same sequence number the first one is used."""
         self.measured.setdefault((measured.worker, measured.incarnation), {}).setdefault(measured.seq, measured)
 
     def add_sample(self, rollout: Rollout, *, written_ns: int) -> None:
@@ -104,7 +104,7 @@ class Facts:
 
 
 def timeline(log: Log, run: str) -> pa.Table:
-    """`TIMELINE`: every interval in the run's topics, by role, worker and time, up to their current end offsets."""
+    """Return `TIMELINE`: all intervals up to the current end offsets, sorted by role, worker and time."""
     reader, facts = RunReader(log, run), Facts()
     for record in reader.records("metrics"):
         with contextlib.suppress(Unusable):
@@ -121,14 +121,12 @@ def timeline(log: Log, run: str) -> pa.Table:
 
 
 def as_table(spans: Iterable[Interval]) -> pa.Table:
-    """Intervals as `TIMELINE`, by role, worker and time."""
     rows = sorted(spans, key=lambda span: (span.role, span.worker, span.started, span.ended, span.what))
     columns = list(zip(*rows, strict=True)) or [()] * len(TIMELINE)
     return pa.table([pa.array(list(column), kind.type) for column, kind in zip(columns, TIMELINE, strict=True)], schema=TIMELINE)
 
 
 def intervals(facts: Facts) -> Iterator[Interval]:
-    """All intervals of a run, in no order."""
     roles = {worker: next(iter(reports.values())).role for (worker, _), reports in facts.measured.items()}
     by_worker: dict[str, list[Interval]] = {}
     work = [*_generations(facts, roles), *_scores(facts, roles), *_trainer(facts, roles), *_measured(facts)]
@@ -149,7 +147,7 @@ def _generations(facts: Facts, roles: dict[str, str]) -> Iterator[Interval]:
 
 
 def _scores(facts: Facts, roles: dict[str, str]) -> Iterator[Interval]:
-    """Time of a group's reward functions; in records of an earlier release, from its last written sample to its outcome."""
+    """Yield the time of each group's reward functions; for records of earlier releases, from the last sample to the outcome."""
     written: dict[int, int] = {}
     for sample in facts.samples.values():
         outcome = facts.ended.get(sample.group)
@@ -161,7 +159,7 @@ def _scores(facts: Facts, roles: dict[str, str]) -> Iterator[Interval]:
 
 
 def _trainer(facts: Facts, roles: dict[str, str]) -> Iterator[Interval]:
-    """A step waits from its start to its first backward pass, and trains from there until it is committed."""
+    """Yield the intervals of each step: waiting from its start to its first backward pass, then training until it is committed."""
     worker = next((name for name, role in roles.items() if role == TRAINER), TRAINER)
     for entry in facts.entries:
         end, measured = entry.time_ns, entry.metrics
@@ -177,7 +175,6 @@ def _trainer(facts: Facts, roles: dict[str, str]) -> Iterator[Interval]:
 
 
 def _measured(facts: Facts) -> Iterator[Interval]:
-    """Intervals from measurements: starts, evaluations, and loading of versions."""
     first_started: dict[tuple[str, int], int] = {}
     for sample in facts.samples.values():
         key = (sample.worker, sample.version)
@@ -200,7 +197,7 @@ def _measured(facts: Facts) -> Iterator[Interval]:
 
 
 def _waits(worker: str, role: str, reports: Sequence[Measurement], work: Sequence[Interval]) -> Iterator[Interval]:
-    """Time in which one process of a worker had no work in progress, from its startup to its last report."""
+    """Yield the intervals in which one process of a worker had no work, from its startup to its last report."""
     ready = next((report.time_ns for report in reports if "startup_s" in report.values), None)
     if ready is None:
         return
@@ -214,7 +211,7 @@ def _waits(worker: str, role: str, reports: Sequence[Measurement], work: Sequenc
 
 
 def _cause(reports: Sequence[Measurement], times: Sequence[int], started: int, ended: int) -> str | None:
-    """Cause in the newest status within the interval that has one."""
+    """Return the cause of waiting in the newest status within the interval; None if no status has one."""
     within = reports[: bisect_right(times, ended)][bisect_right(times, started) :]
     return next((CAUSES[activity] for report in reversed(within) if (activity := activity_of(report.labels)) in CAUSES), None)
 

@@ -1,4 +1,4 @@
-"""Texts of single token ids by the library `tokenizers`; none if the tokenizer is not the run's own."""
+"""Decodes single token ids with the run's tokenizer, if it is on this machine."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from penstock.pipeline.runtime.registration.run_registry import find
 
 
 class TokenTexts:
-    """Decodes with the tokenizer in a model's directory, if its SHA-256 (hex) is `digest`; otherwise `why_not` is the reason."""
+    """Decoder with the tokenizer in a model's directory, if its SHA-256 (hexadecimal) is `digest`; otherwise `why_not` is the reason."""
 
     def __init__(self, model: str | None, digest: str | None) -> None:
         self._tokenizer: Any = None
@@ -25,25 +25,23 @@ class TokenTexts:
 
     @classmethod
     def of(cls, view: RunView) -> "TokenTexts":
-        """Open the tokenizer of the model that a run's configuration names."""
+        """Open the tokenizer of the model in a run's configuration."""
         return cls(config_of(view).get("model", {}).get("path"), info_of(view).get("digests", {}).get("tokenizer"))
 
     @property
     def there(self) -> bool:
-        """True if a tokenizer is open."""
         return self._tokenizer is not None
 
     def completion(self, ids: Iterable[int]) -> str | None:
-        """The text of a completion as the scorer decodes it, None without a tokenizer."""
         if self._tokenizer is None:
             return None
         return str(self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=True))
 
     def one_by_one(self, ids: Sequence[int]) -> list[str]:
-        """The text of each id as it follows another token, special tokens by name; [] without a tokenizer."""
+        """Return the text of each token id, special tokens by name; [] without a tokenizer."""
         if self._tokenizer is None:
             return []
-        # After a letter, since decoders drop the leading blank of the first word.
+        # Decode after a letter, because decoders drop the leading blank of the first word.
         anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[:1]
         before = len(self._decode(anchor))
         return [self._decode([*anchor, token_id])[before:] for token_id in ids]
@@ -53,7 +51,7 @@ class TokenTexts:
 
 
 def texts_of(log: Log, run: str) -> TokenTexts:
-    """Open the tokenizer by the run's registry record alone, which is read within milliseconds."""
+    """Open the run's tokenizer; reads only the registration, which takes milliseconds."""
     return TokenTexts.of(RunView(run=run, record=find(log, run)))
 
 
@@ -66,9 +64,9 @@ def _open(path: str | None, expected: str | None) -> Any:
         raise ValueError(f"the model's directory {path} is not on this machine")
     folder = model_folder(path)
     if expected is not None and digests(folder, chat_template="off")["tokenizer"] != expected:
-        raise ValueError(f"the tokenizer in {folder} is not the one the run was created with")
+        raise ValueError(f"the tokenizer in {folder} is not the one that the run was created with")
     try:
         return Tokenizer.from_file(str(folder / "tokenizer.json"))
-    # The library raises plain Exception for a file it cannot read.
+    # The library raises Exception for a file that it cannot read.
     except Exception as error:
         raise ValueError(f"cannot read {folder / 'tokenizer.json'}: {' '.join(str(error).split())[:200]}") from error

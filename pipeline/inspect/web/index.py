@@ -118,7 +118,6 @@ def _role(view: RunView, worker: str) -> str:
 
 
 def _clock(groups: GroupPages, spans: Sequence[Interval], history: RunHistory) -> Clock:
-    """A clock that starts when the run was registered."""
     moments = [span.ended for span in spans] + [activity.ended_ns for activity in history.activities]
     moments += [row.scored_ns for row in groups.rows]
     record, opened = groups.view.record, groups.view.opened
@@ -141,7 +140,6 @@ def _prompts(groups: GroupPages) -> tuple[list[str], Column]:
 
 
 def _group_specs(groups: GroupPages, workers: Mapping[str, int]) -> dict[str, tuple[type[np.generic], Callable[[Row], Any]]]:
-    """The columns of the list of groups."""
     step_of = _step_of(groups.view)
     status_of_group, number_of = group_statuses(groups.view), {status: number for number, status in enumerate((*STATUSES, OPEN))}
     return {

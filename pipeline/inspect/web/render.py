@@ -64,7 +64,6 @@ def bar(value: float | None, kind: str = "") -> Markup:
 
 
 def _shown(value: Any) -> Any:
-    """A value as a template writes it."""
     if isinstance(value, Markup):
         return value
     return "" if value is None else visible(value) if isinstance(value, str) else value
@@ -72,7 +71,6 @@ def _shown(value: Any) -> Any:
 
 @functools.cache
 def environment() -> Environment:
-    """The templates of this package."""
     made = Environment(
         loader=PackageLoader("penstock.pipeline.inspect.web"),
         autoescape=True,

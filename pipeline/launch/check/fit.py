@@ -90,7 +90,7 @@ class Need:
 
     @property
     def share(self) -> float:
-        """Needed memory divided by the limit."""
+        """Required memory divided by the limit."""
         return sum(self.parts.values()) / self.limit
 
     def __str__(self) -> str:

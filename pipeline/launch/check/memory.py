@@ -131,12 +131,10 @@ class Estimate:
 
     @property
     def gpu(self) -> int:
-        """Bytes in GPU memory."""
         return sum(self.on_gpu.values())
 
     @property
     def host(self) -> int:
-        """Bytes in the host's memory."""
         return self.total - self.gpu
 
 

@@ -41,11 +41,11 @@ class Load:
 
     topic: str
     step: float
-    """Written per optimizer step."""
+    """Bytes written per optimizer step."""
     second: float
-    """Written per second."""
+    """Bytes written per second."""
     readers: float
-    """Number of readers of each byte."""
+    """Number of times that each byte is read."""
     disk: float
     """On disk at the end of the run."""
 
@@ -184,7 +184,7 @@ def _bytes(headers: Headers, value: bytes) -> float:
 
 
 def as_json(plan: ClusterPlan) -> dict[str, Any]:
-    """The plan as plain data; bytes."""
+    """The plan as plain data; sizes in bytes."""
     config, loads = plan.config, plan.loads()
     specs = topics_of(RUN, partitions=config.partitions, weight_partitions=config.weight_partitions, turns=config.turns_by_log)
     written = sum(load.second for load in loads)

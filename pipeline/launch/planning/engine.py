@@ -89,7 +89,6 @@ class SimulatedWorker:
         world.process(self._loop())
 
     def assign(self, prompt: AdmittedPrompt) -> None:
-        """Queue a prompt."""
         self._waiting.append(prompt)
         self.wake()
 
@@ -275,24 +274,24 @@ class Outcome:
     tokens: int
     """Trained."""
     trainer_wait_s: float
-    """The trainer's waiting for groups."""
+    """Time that the trainer waited for groups."""
     trainer_compute_s: float
     rollout_to_train_end_s: tuple[float, ...]
     """Per round, from the start of its first sample to the end of its last step (arXiv 2606.26997)."""
     first_dispatch_s: tuple[float, ...]
     """Per round, from the start of its first sample to the start of training on its first group."""
     generate_s: float
-    """Mean over the rollout workers."""
+    """Time spent generating, mean over the rollout workers."""
     load_s: float
     no_prompt_s: float
     no_weights_s: float
     batch: float
     """Mean batch size of a busy engine."""
     lag_mean: float
-    """Of trained groups, in versions."""
+    """Mean lag of trained groups, in versions."""
     lag_max: int
     token_lag_mean: float
-    """Of trained tokens, in versions."""
+    """Mean lag of trained tokens, in versions."""
     dropped: dict[str, int]
     steps: tuple[SimulatedStep, ...] = field(repr=False)
 
@@ -330,16 +329,13 @@ class Outcome:
 
     @property
     def samples_per_s(self) -> float:
-        """Trained samples per second."""
         return self.samples / self.wall_s
 
     @property
     def tokens_per_s(self) -> float:
-        """Trained tokens per second."""
         return self.tokens / self.wall_s
 
     def as_json(self) -> dict[str, Any]:
-        """The figures as plain data."""
         return {
             "wall_s": self.wall_s, "samples_per_s": self.samples_per_s, "tokens_per_s": self.tokens_per_s,
             "trainer_waiting_ratio": self.trainer_waiting_ratio, "trainer_wait_s": self.trainer_wait_s,

@@ -307,7 +307,6 @@ def _positive(values: Sequence[float]) -> float:
 
 
 def as_json(work: Workload) -> Mapping[str, float]:
-    """The measured times, in seconds."""
     return {
         "decode_step_s": work.decode(work.concurrency), "begin_group_s": work.prefill_s, "load_version_s": work.load_s,
         "deliver_group_s": work.deliver_s, "take_group_s": work.take_s, "train_group_s": work.train_group_s,

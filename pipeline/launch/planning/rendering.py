@@ -91,7 +91,6 @@ def table(columns: Sequence[str], *sections: Sequence[Sequence[str]]) -> str:
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data."""
     return {
         "accelerators": plan.cluster.accelerators,
         "best": candidate_as_json(plan.best),
@@ -106,7 +105,6 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 
 def candidate_as_json(candidate: Candidate) -> dict[str, Any]:
-    """One candidate as plain data."""
     return {
         "mode": candidate.mode,
         "generating": candidate.generating,

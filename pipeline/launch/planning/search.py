@@ -104,7 +104,6 @@ def search(cluster: Cluster) -> Plan:
 
 
 def simulated(cluster: Cluster, *, mode: str, generating: int, prompts_per_step: int) -> Candidate:
-    """Simulate one candidate."""
     schedule, training = schedule_of(cluster, mode=mode, prompts_per_step=prompts_per_step), cluster.accelerators - generating
     return _candidate(cluster, schedule, engines=generating // cluster.engine_size, generating=generating, training=training)
 

@@ -66,7 +66,6 @@ def compare(record: RunTimes, *, run: str) -> WhatIf:
 
 
 def as_json(comparison: WhatIf) -> dict[str, Any]:
-    """The comparison as plain data."""
     return {
         "run": comparison.run,
         "mode": comparison.work.schedule.mode,

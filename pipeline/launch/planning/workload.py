@@ -12,7 +12,7 @@ from penstock.pipeline.scheduling.rules import Schedule
 
 Lengths = npt.NDArray[np.int64]
 Sampler = Callable[[np.random.Generator, int], npt.NDArray[np.float64]]
-"""(generator, count) -> that many lengths."""
+"""(random generator, count) -> `count` sampled lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,8 @@ class LengthDistribution:
     name: str
     sample: Sampler
     mean: float
-    """Expected length."""
     longest: float
-    """Upper limit; `inf` without one."""
+    """Largest possible length; `inf` without a limit."""
 
     def of_group(self, group: int, *, samples: int, seed: int) -> Lengths:
         """Lengths [samples] of a group's completions."""

@@ -1,4 +1,7 @@
-"""`penstock bisect`: the step after which a test keeps failing, its groups by leave-out replay, the cause, and the fork without it."""
+"""`penstock bisect`: finds the step after which a test keeps failing, the groups responsible, possible causes, and a fork that avoids them.
+
+Groups are responsible if the test passes when the step is replayed without them.
+"""
 
 import json
 import shlex
@@ -35,7 +38,7 @@ from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry
 
 BEFORE = 20
-"""Steps before the step with whose median its metrics are compared."""
+"""Number of preceding steps; a step's metrics are compared with the medians over these."""
 SHOWN_TEXT = 40
 HIGHER = {
     "lr": (2.0, "setting", "learning rate"),
@@ -44,27 +47,31 @@ HIGHER = {
     "reward_std": (3.0, "reward", "standard deviation of the rewards"),
     "lag_max": (2.0, "stale", "largest lag"),
 }
-"""Metric of a step -> the multiple of its median from which it is a possible cause, the kind of cause, and the metric in words."""
+"""Metric of a step -> (multiple of its median above which it is a possible cause, kind of cause, description of the metric)."""
 MOST_UNUSUAL = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """A possible cause."""
+    """A possible cause of the failing test."""
 
     kind: str
     """weight, reward, flip, source, row, ratios, rebase, stale or setting."""
     text: str
+    """Sentence for the user, with the numbers that support it."""
 
 
 def gradient_shares(recording: Recording, steps: Sequence[Sequence[Group]], *, notify: Callable[[str], None]) -> dict[int, float]:
-    """Group -> its share of its step's gradient weight, the sum of |weight| over samples as in `penstock explain`; 0 if not computable."""
+    """Return group -> the group's share (0 to 1) of the gradient weight of its step; 0 if the share cannot be computed.
+
+    `steps` holds the groups of each step. The gradient weight of a group is the sum of |weight| over its samples, as in `penstock explain`.
+    """
     sums = {group.group: 0.0 for members in steps for group in members}
     for members in steps:
         try:
             samples = shares(members, config=recording.config, trust_code=True).samples
         except ValueError as error:
-            notify(f"groups {', '.join(str(group.group) for group in members)} are taken in their order: {error}")
+            notify(f"groups {', '.join(str(group.group) for group in members)} cannot be ranked by gradient weight: {error}")
             continue
         total = sum(abs(sample.weight) for sample in samples) or 1.0
         for sample in samples:
@@ -76,7 +83,10 @@ def of_groups(
     recording: Recording, step: int, members: Sequence[Group], culprits: Collection[int], weights: Mapping[int, float], *,
     notify: Callable[[str], None],
 ) -> Iterator[Cause]:  # fmt: skip
-    """Properties that distinguish these groups from the others of the step."""
+    """Yield the properties in which the groups `culprits` differ from the other `members` of a step.
+
+    `weights` are the gradient shares of all members.
+    """
     mine, others = ([group for group in members if (group.group in culprits) == culprit] for culprit in (True, False))
     named = f"group {mine[0].group}" if len(mine) == 1 else f"the {len(mine)} groups"
     if (share := sum(weights[group] for group in culprits) / (sum(weights.values()) or 1.0)) > 0.5:
@@ -86,34 +96,36 @@ def of_groups(
     paid = [(sample.reward, sample.completion) for group in mine for sample in group.samples if sample.reward is not None]
     odd, completion = max(paid, key=lambda pair: max(pair[0] - high, low - pair[0]), default=(low, ""))
     if not low <= odd <= high:
-        text = f"{named}: a reward of {odd:g} for {_short(completion)}; the other groups of the step have {low:g} to {high:g}"
+        text = f"{named}: a reward of {odd:g} for {_short(completion)}; rewards of the step's other groups range from {low:g} to {high:g}"
         yield Cause(kind="reward", text=text)
     recorded = read_run(recording.log, recording.run)
     yield from _flips(recorded, mine, notify)
     sources = {source_of(group.columns) for group in mine}
     if len(sources) == 1 < len(mine) and any(source_of(group.columns) not in sources for group in others):
-        yield Cause(kind="source", text=f"{named}: all of the data source {sources.pop()}")
+        yield Cause(kind="source", text=f"{named}: all prompts are from the data source {sources.pop()}")
     yield from _rows(recording, recorded, step, mine)
 
 
 def of_step(recording: Recording, step: int) -> Iterator[Cause]:
-    """Properties that distinguish a step from those before it."""
+    """Yield the metrics and events in which a step differs from the `BEFORE` steps preceding it."""
     now, usual = recording.steps[step].metrics, _usual(recording, step)
     since = f"median of the {min(step, BEFORE)} steps before"
     if "ess" in now and now["ess"] < usual.get("ess", 0.0) / 2:
-        yield Cause(kind="ratios", text=f"step {step}: heavy tail of ratios: ESS {now['ess']:.3g}, {since} {usual['ess']:.3g}")
+        text = f"step {step}: heavy-tailed importance ratios: effective sample size {now['ess']:.3g}, {since} {usual['ess']:.3g}"
+        yield Cause(kind="ratios", text=text)
     for name, (times, kind, title) in HIGHER.items():
         if _multiple(now, usual, name) > times:
             yield Cause(kind=kind, text=f"step {step}: {title} {now[name]:.3g}, {since} {usual[name]:.3g}")
     for entry in recording.entries:
         if entry.kind == "rebased" and entry.step in (step, step + 1):
-            yield Cause(kind="rebase", text=f"the trainer was rebased after {entry.step} steps: recomputed steps differed")
+            text = f"after {entry.step} steps the trainer was restarted, and the steps that it recomputed differed from the ledger (rebase)"
+            yield Cause(kind="rebase", text=text)
         if entry.kind == "stale" and entry.step == step and len(entry.groups) >= len(recording.steps[step].plan):
             yield Cause(kind="stale", text=f"{len(entry.groups)} groups were dropped as stale before step {step}")
 
 
 def unusual_steps(recording: Recording, steps: Iterable[int]) -> list[int]:
-    """The `MOST_UNUSUAL` of these steps whose metrics are highest above the usual ones, of those above the limits in `HIGHER`."""
+    """Return at most `MOST_UNUSUAL` of these steps that exceed a limit in `HIGHER`, by descending excess."""
     ranks = dict[int, float]()
     for step in steps:
         now, usual = recording.steps[step].metrics, _usual(recording, step)
@@ -122,7 +134,7 @@ def unusual_steps(recording: Recording, steps: Iterable[int]) -> list[int]:
 
 
 def _usual(recording: Recording, step: int) -> dict[str, float]:
-    """Medians of the metrics over the steps before a step."""
+    """Return metric -> its median over the `BEFORE` steps preceding `step`."""
     before = [entry.metrics for entry in recording.steps[max(0, step - BEFORE) : step]]
     names = ("ess", *HIGHER)
     return {name: median(values) for name in names if (values := [metrics[name] for metrics in before if name in metrics])}
@@ -136,7 +148,7 @@ def _multiple(now: Mapping[str, float], usual: Mapping[str, float], name: str) -
 
 
 def _flips(recorded: RecordedRun, members: Sequence[Group], notify: Callable[[str], None]) -> Iterator[Cause]:
-    """Rewards that the present reward functions would give otherwise."""
+    """Score the groups with the reward functions on this machine; yield a cause if rewards differ from the recorded ones."""
     changes = list[tuple[float, float, str]]()
     try:
         scored = cases(recorded, only={group.group for group in members})
@@ -147,15 +159,16 @@ def _flips(recorded: RecordedRun, members: Sequence[Group], notify: Callable[[st
                 if old is not None and old.reward is not None and sample.reward is not None and old.reward != sample.reward:
                     changes.append((old.reward, sample.reward, old.completion))
     except (PenstockError, ValueError) as error:
-        notify(f"the groups cannot be scored again here: {error}")
+        notify(f"the groups cannot be scored again on this machine, so changed reward functions are not detected: {error}")
     if changes:
         then, now, text = max(changes, key=lambda change: abs(change[0] - change[1]))
         counted = f"{len(changes)} of {sum(len(group.samples) for group in members)} rewards"
-        yield Cause(kind="flip", text=f"{counted} change under the present reward functions: {then:g} -> {now:g} for {_short(text)}")
+        change = f"{then:g} -> {now:g} for {_short(text)}"
+        yield Cause(kind="flip", text=f"{counted} change when the reward functions on this machine score them again: {change}")
 
 
 def _rows(recording: Recording, recorded: RecordedRun, step: int, members: Sequence[Group]) -> Iterator[Cause]:
-    """Earlier steps that were trained on the same rows."""
+    """Yield a cause for each group whose data row was trained on in earlier steps."""
     trained = {planned.group: entry.step or 0 for entry in recording.steps[:step] for planned in entry.plan}
     steps: dict[int, list[int]] = {group.row: [] for group in members}
     for number, (prompt, _) in read_prompts(recorded).items():
@@ -164,7 +177,8 @@ def _rows(recording: Recording, recorded: RecordedRun, step: int, members: Seque
     for group in members:
         if earlier := sorted(steps[group.row]):
             shown = ", ".join(map(str, earlier[-5:]))
-            yield Cause(kind="row", text=f"row {group.row}, of group {group.group}, was trained in {len(earlier)} earlier steps: {shown}")
+            text = f"row {group.row} of the data (group {group.group}) was already trained on in {len(earlier)} earlier steps: {shown}"
+            yield Cause(kind="row", text=text)
 
 
 def _short(text: str) -> str:
@@ -172,37 +186,36 @@ def _short(text: str) -> str:
 
 
 HALF = 0.5
-"""Steps that make less than this part of the change between the good and the bad state are not held responsible."""
+"""Smallest share of the change between the good and the bad state for which steps or groups are held responsible."""
 NEAR = 4
-"""Steps on each side of the first failing state in which a change is sudden: the optimizer's moments spread a gradient over some steps."""
+"""Number of steps on each side of the transition; a change within them is sudden. The optimizer's moments spread a gradient over steps."""
 WIDTHS = (1, 4, 16)
-"""Steps up to the first failing state whose groups are ranked for a first guess."""
+"""Numbers of steps up to the transition; the groups of each such window are ranked for a first guess."""
 LOWER = 0.1
-"""Factor of the learning rate that is tried if no few groups are responsible."""
+"""Factor by which the learning rate is lowered if no small set of groups is responsible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BisectRequest:
-    """Object and limits of a search."""
+    """Test and limits of a bisect. A state is the weights after a number of steps."""
 
     test: str
     good: int = 0
-    """A state that passes the test: a number of steps."""
     bad: int | None = None
-    """A later state that fails it; the newest one if None."""
+    """Later state that fails the test; the newest one if None."""
     replays: int = 64
-    """Largest number of replays with groups left out or settings changed."""
+    """Largest number of replays without some groups or with changed settings."""
 
 
 def bisect(recording: Recording, request: BisectRequest, *, against: Config | None = None, notify: Notify) -> dict[str, Any]:
-    """Search the step and its groups, or with `against` the settings; the result as plain data for JSON.
+    """Search the step and groups that make the test fail or, with `against`, the settings of that configuration that make it pass.
 
-    Raises `ConfigError` for an invalid request, `PenstockError` if a state cannot be measured.
+    Returns plain data for JSON. Raises `ConfigError` for an invalid request, `PenstockError` if a state cannot be measured.
     """
     started, count = time.monotonic(), len(recording.steps)
     bad = count if request.bad is None else request.bad
     if not request.good < bad <= count:
-        raise ConfigError(f"{recording.run} has {count} steps: --good S --bad T need 0 <= S < T <= {count}, got {request.good} and {bad}")
+        raise ConfigError(f"--good {request.good} --bad {bad}: {recording.run} has {count} steps; choose 0 <= --good < --bad <= {count}")
     measurer = Measurer(recording, Criterion.of(request.test), notify, request.replays)
     try:
         search = _Search(recording, measurer, request.good, bad, notify)
@@ -215,14 +228,14 @@ def bisect(recording: Recording, request: BisectRequest, *, against: Config | No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Change:
-    """The change of a test's result between two states."""
+    """The transition of a test from passing to failing."""
 
     end: int
-    """The failing state."""
     last: int
-    """The last step that can be responsible."""
     sudden: bool
+    """True if at least half of the metric's change is within `NEAR` steps of the transition."""
     metric: str | None
+    """The metric that fails; None for a command."""
     good: Values
     bad: Values
 
@@ -236,7 +249,7 @@ class _Search:
     notify: Notify
 
     def step(self) -> dict[str, Any]:
-        """The step after which the test keeps failing, its groups and possible causes."""
+        """Return the step after which the test keeps failing, the groups responsible, and possible causes, as plain data."""
         measurer, criterion = self.measurer, self.measurer.criterion
         measurer.check_recorded(self.good, self.bad)
         free = measurer.recorded if criterion.evaluates or not criterion.any_of else range(self.good, self.bad + 1)
@@ -270,7 +283,7 @@ class _Search:
         }
 
     def _reasons(self, change: _Change) -> dict[str, Any]:
-        """Groups without which the state passes, else whether a lower learning rate does; possible causes, and the command of the fork."""
+        """Return the groups without which the test passes (else a lower learning rate that passes), causes, and a fork command."""
         last, groups, minimal, rate, problem, causes = change.last, list[int](), False, None, None, list[Cause]()
         starts = [max(min(self.good, last), last + 1 - width) for width in WIDTHS] if change.sudden else [self.good]
         start = starts[0]
@@ -279,7 +292,7 @@ class _Search:
                 groups, minimal, start, causes = self._groups(change, starts) or (groups, minimal, start, causes)
             if not groups:
                 rate, start = self._lower_rate(starts, change.end) or (None, start)
-        except PenstockError as error:  # no state to start from on this machine, a deleted group, or too many replays
+        except PenstockError as error:  # a state cannot be restored here, a group was deleted, or the replays are used up
             problem = str(error)
         unusual = unusual_steps(self.recording, range(min(self.good, last), last + 1))
         causes[:0] = [cause for step in dict.fromkeys((start if groups else last, *unusual)) for cause in of_step(self.recording, step)]
@@ -296,7 +309,7 @@ class _Search:
         }
 
     def settings(self, other: Config) -> dict[str, Any]:
-        """The settings of another configuration with which the steps from the good to the bad state pass the test."""
+        """Return the fewest settings of the configuration `other` with which the steps from the good to the bad state pass the test."""
         differing, measurer = differences(self.recording.config, other), self.measurer
         tried = {
             key: f"{key}={json.dumps(value)}"
@@ -304,7 +317,8 @@ class _Search:
             if value is not None and replayable(key) and key not in OF_THE_STATE
         }
         if not tried:
-            raise ConfigError(f"--against: no setting that a replay can change is another one: {', '.join(differing) or 'all are equal'}")
+            names = ", ".join(differing) or "none"
+            raise ConfigError(f"--against: the two configurations differ in no setting that a replay can change (they differ in: {names})")
         if measurer.passes(Experiment(end=self.bad)):
             raise ConfigError(f"--bad {self.bad}: the test passes after {self.bad} steps; choose another state, or another test")
 
@@ -322,11 +336,11 @@ class _Search:
         }
 
     def _groups(self, change: _Change, starts: Sequence[int]) -> tuple[list[int], bool, int, list[Cause]] | None:
-        """The fewest groups without which the state passes, True if each of them counts, their first step, and causes.
+        """Return the fewest groups without which the state passes, True if that set is minimal, the first step with one of them, causes.
 
-        Guesses are made from the gradient shares of the groups of the last step, then of the steps from another start to it, because the
-        optimizer's moments spread a gradient over the following steps. If the guesses fail, all groups of the last step are searched. None
-        if it takes more than half of the groups.
+        First guesses are the groups with the largest gradient shares in the last responsible step, then in wider windows of `starts`,
+        because the optimizer's moments spread a gradient over later steps. If all guesses fail, all groups of the last step are searched.
+        Returns None if more than half of the groups are needed.
         """
         for first in (*starts, starts[0]):
             steps = self.recording.steps[first : change.last + 1]
@@ -343,16 +357,16 @@ class _Search:
         return sorted(groups), minimal, start, list(causes)
 
     def _recovers_without(self, change: _Change, steps: Sequence[Entry], groups: Sequence[int]) -> bool:
-        """True if the state passes when these steps lack the groups, by half of its distance from the good one at least."""
+        """True if the test passes, and at least half of the metric's change is undone, when these steps are trained without the groups."""
         start = steps[0].step or 0
         if any({planned.group for planned in entry.plan} <= set(groups) for entry in steps):
-            return start == change.end - 1  # a step without any group leaves the good state before it
+            return start == change.end - 1  # a step without groups does not change the weights, so the good state remains
         values = self.measurer.values(Experiment(end=change.end, start=start, without=frozenset(groups)))
         recovered = share_of_change(change.metric, (values, change.bad), (change.good, change.bad))
         return self.measurer.criterion.passes(values) and (recovered is None or recovered >= HALF)
 
     def _lower_rate(self, starts: Sequence[int], end: int) -> tuple[float, int] | None:
-        """A tenth of the learning rate, and the first of these steps from which on the test passes with it."""
+        """Return a tenth of the learning rate and the first of `starts` from which the test passes with it; None if none passes."""
         rate = self.recording.config.trainer.lr * LOWER
         for start in dict.fromkeys(starts):
             if self.measurer.passes(Experiment(end=end, start=start, changes=(f"trainer.lr={rate:g}",))):
@@ -364,7 +378,7 @@ class _Search:
 
 
 def as_text(result: Mapping[str, Any]) -> str:
-    """The result for a terminal."""
+    """Format the result of `bisect` for a terminal."""
     lines = list(_settings(result) if "settings" in result else _step(result))
     work = result["work"]
     lines.append(
@@ -382,34 +396,36 @@ def _step(result: Mapping[str, Any]) -> Iterator[str]:
     after = [point["steps"] for point in result["measured"] if point["steps"] > step]
     yield f"{run}: step {step} is the first after which the test keeps failing: all {len(after)} measured states from {step + 1} on fail"
     if result["responsible"] < step:
-        yield f"what fails is measured before the update of step {step}: the steps up to {result['responsible']} are responsible"
+        yield f"the failing metric is computed before the update of step {step}: the steps up to {result['responsible']} are responsible"
     if not result["monotone"]:
-        yield f"the curve is not monotone: some states before {step} fail too"
+        yield f"the test also fails for some states before {step} (not monotone)"
     if not result["sudden"]:
-        part = f"steps {near['from']} to {near['to'] - 1} make {near['share']:.0%}"
-        yield f"the fall is slow: {part} of the change from {result['good']} to {result['bad']}"
+        part = f"steps {near['from']} to {near['to'] - 1} cause {near['share']:.0%}"
+        yield f"the metric changes slowly: {part} of the change from step {result['good']} to {result['bad']}"
     elif not result["single"]:
-        yield f"the step makes {result['share']:.0%} of the change, steps {near['from']} to {near['to'] - 1} make {near['share']:.0%}"
+        yield f"the step causes {result['share']:.0%} of the change, steps {near['from']} to {near['to'] - 1} cause {near['share']:.0%}"
     if groups:
-        named, fewer = ", ".join(map(str, groups)), "" if result["minimal"] else ", perhaps without fewer"
+        named, fewer = ", ".join(map(str, groups)), "" if result["minimal"] else " (fewer groups may suffice)"
         several = "s" if len(groups) > 1 else ""
-        yield f"without group{several} {named} from step {result['start']} on the state after {result['passes_after']} steps passes{fewer}"
+        passes = f"after {result['passes_after']} steps the test passes{fewer}"
+        yield f"replayed from step {result['start']} on without group{several} {named}, {passes}"
     elif result["problem"] is not None:
-        yield f"the search of groups has ended early: {result['problem']}"
+        yield f"the search for responsible groups ended early: {result['problem']}"
     elif result["sudden"]:
-        yield "no few groups are responsible"
+        yield "no small set of groups is responsible"
     if result["lower_rate"] is not None:
         rate, start, end = result["lower_rate"], result["start"], result["passes_after"]
-        yield f"with trainer.lr={rate:g}, a tenth, from step {start} on the state after {end} steps passes"
+        yield f"replayed from step {start} on with trainer.lr={rate:g} (a tenth), after {end} steps the test passes"
     yield from (f"possible cause: {cause['text']}" for cause in result["causes"])
 
 
 def _settings(result: Mapping[str, Any]) -> Iterator[str]:
     untried = sorted(result["against"].keys() - set(result["tried"]))
     if untried:
-        yield f"not tried, as a replay cannot change them: {', '.join(untried)}"
+        yield f"not tried, because a replay cannot change these settings: {', '.join(untried)}"
     if result["settings"]:
         settings = ", ".join(result["settings"])
-        yield f"{result['run']}: with {settings} steps {result['good']} to {result['bad'] - 1} pass the test; {OFF_POLICY}"
+        steps = f"steps {result['good']} to {result['bad'] - 1} of {result['run']}"
+        yield f"{steps} pass the test with {settings}; {OFF_POLICY}"
     else:
-        yield f"{result['run']}: with all of {', '.join(result['tried'])} the test fails as well"
+        yield f"{result['run']}: the test also fails with all of {', '.join(result['tried'])}"

@@ -1,6 +1,6 @@
-"""Measures states of a recorded run: as recorded, or with groups left out or settings changed in some steps.
+"""Measures states of a recorded run for `penstock bisect`: as recorded, without some groups, or under changed settings.
 
-A state is the weights after a number of steps. Each result is stored as it comes, so that an interrupted bisect continues after it.
+A state is the weights after a number of steps. Each result is stored at once, so that an interrupted bisect does not measure it again.
 """
 
 import hashlib
@@ -38,19 +38,19 @@ from penstock.topics import metrics
 from penstock.topics.wire.errors import Unusable
 
 WORK = ("recorded", "stored", "measured", "replays", "replayed", "recomputed")
-"""Values of the run's own evaluations, of an earlier bisect, and measured now; replays with changes, their steps, and unchanged steps."""
+"""Counters of a bisect: states known from the run's evaluations, from earlier bisects, and measured now; replays with changes, their
+steps, and recorded steps recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """The state after `end` steps, of which those from `start` on are trained without some groups or under other settings."""
+    """A state to measure: the weights after `end` steps, with the steps from `start` on trained without some groups or with changes."""
 
     end: int
     start: int | None = None
-    """None for the recorded state."""
+    """First step that is trained with changes; None to measure the recorded state."""
     without: frozenset[int] = frozenset()
     changes: tuple[str, ...] = ()
-    """Overrides as of `--set`."""
 
     def __str__(self) -> str:
         named = f"group {min(self.without)}" if len(self.without) == 1 else f"{len(self.without)} groups"
@@ -60,38 +60,38 @@ class Experiment:
 
 @dataclass(slots=True)
 class Measurer:
-    """Measures experiments on one run; `close` it."""
+    """Measures experiments on one run and caches the results. Close it to free models and delete restored states."""
 
     recording: Recording
     criterion: Criterion
     notify: Notify
     replays: int
-    """Largest number of replays with changes."""
     work: dict[str, int] = field(default_factory=lambda: dict.fromkeys(WORK, 0))
     recorded: dict[int, Values] = field(default_factory=dict)
-    """State -> the run's own evaluation."""
+    """State -> metrics of the evaluation that the run itself made there."""
     groups: PlannedGroups = field(init=False)
     _results: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Key of an experiment -> what was measured for it, now or earlier."""
+    """Key of an experiment -> measured values; saved to disk."""
     _seen: dict[str, Values] = field(default_factory=dict)
+    """Key of an experiment -> its values in this bisect, including recorded metrics."""
     _changed: int = 0
     _basis: str = ""
-    """Digest of what evaluations depend on, in the key of a result."""
+    """Digest of the run and of everything that evaluations depend on; part of each key."""
     _evaluator: Evaluator | None = None
     _policies: ExitStack = field(default_factory=ExitStack)
     _policy: tuple[Config, PolicyTrainer] | None = None
 
     def __post_init__(self) -> None:
-        """Read the run's evaluations, and the results of earlier bisects. Raises `ConfigError` without held-out prompts."""
+        """Read the run's evaluations and stored results. Raises `ConfigError` if the test needs held-out prompts and the run has none."""
         config, sources = self.recording.config, dict[str, str]()
         self.groups = PlannedGroups(self.recording.log, self.recording.run)
         if self.criterion.evaluates:
             if not config.eval_sources:
-                why = "has no eval.source; test a metric of its steps, or give a command"
+                why = "has no held-out prompts (eval.source); test a train/ metric, or give a command"
                 raise ConfigError(f"--test {self.criterion.text!r}: {self.recording.run} {why}")
             sources = rewards.digests(config.eval_reward.functions)
             self.recorded = self._recorded_evaluations()
-        opened = self.recording.ledger_state.opened  # another run of this id has another time
+        opened = self.recording.ledger_state.opened  # its time tells apart runs that had the same id
         basis = [sources, config.eval.model_dump(), opened and opened.time_ns]
         self._basis = hashlib.sha256(json.dumps(basis, default=str).encode()).hexdigest()
         with suppress(OSError, ValueError):
@@ -99,12 +99,12 @@ class Measurer:
 
     @property
     def published(self) -> dict[int, int]:
-        """State -> the version with its weights, of those that the log has."""
+        """State -> policy version with its weights, for versions whose weights the log still has."""
         manifests, every = self.recording.ledger_state.manifests, self.recording.config.weights.keep == "all"
         return {manifest.step: version for version, manifest in manifests.items() if every or version in (0, max(manifests))}
 
     def check_recorded(self, good: int, bad: int) -> None:
-        """Evaluate one state that the run has evaluated: if the results differ, as on another engine, its evaluations are not used."""
+        """Repeat one of the run's evaluations; if the result differs, as it may on another engine, ignore the run's evaluations."""
         states = [state for state in self.recorded if good <= state <= bad and state in self.published]
         if states and not set(range(good, bad + 1)) <= self.recorded.keys():
             recorded, self.recorded = self.recorded, {}
@@ -112,14 +112,16 @@ class Measurer:
             if all(here.get(name) == then.get(name) for name in self.criterion.metrics if name.startswith("eval/")):
                 self.recorded = recorded
             else:
-                self.notify(f"the run's evaluation after {states[0]} steps differs from that of this machine: its evaluations are not used")
+                self.notify(
+                    f"the evaluation after {states[0]} steps gives another result on this machine than in the run: "
+                    "all states are evaluated here"
+                )
 
     def passes(self, experiment: Experiment) -> bool:
-        """True if the state is good."""
         return self.criterion.passes(self.values(experiment))
 
     def values(self, experiment: Experiment) -> Values:
-        """The values of a state: of its last step, as `train/…`, and of its evaluation, or the exit status of the command."""
+        """Return the values of a state: `train/…` metrics of its last step, and `eval/…` metrics or the command's exit status."""
         test = "evaluation" if self.criterion.evaluates else "step" if self.criterion.any_of else self.criterion.text
         key = json.dumps([self._basis, test, experiment.start, experiment.end, sorted(experiment.without), experiment.changes])
         if key not in self._seen:
@@ -129,7 +131,7 @@ class Measurer:
         return self._seen[key]
 
     def close(self) -> None:
-        """Close models and delete restored states; results stay."""
+        """Close models and delete restored states. Stored results remain."""
         self._policies.close()
         if self._evaluator is not None:
             self._evaluator.close()
@@ -158,8 +160,8 @@ class Measurer:
             self.work["recorded"] += 1
             return self.recorded[experiment.end]
         if experiment.start is not None:
-            if self._changed == self.replays:  # counted with stored ones, so that an interrupted search ends where another does
-                raise OutOfReplays(f"the search ends after {self.replays} replays; --replays N allows more")
+            if self._changed == self.replays:  # stored results count too, so that a repeated search ends at the same point
+                raise OutOfReplays(f"the limit of {self.replays} replays is reached; allow more with --replays N")
             self._changed += 1
         if key in self._results:
             self.work["stored"] += 1
@@ -181,7 +183,7 @@ class Measurer:
         return values
 
     def _weights(self, experiment: Experiment) -> tuple[Sequence[TensorBytes], dict[str, float]]:
-        """The weights of an experiment, and the metrics of its last step if that was trained now."""
+        """Return the weights of an experiment, and the metrics of its last step if the step was trained here (else empty)."""
         recording, config, start = self.recording, self.recording.config, experiment.start
         if start is None:
             if (version := self.published.get(experiment.end)) is not None:
@@ -215,16 +217,16 @@ class Measurer:
         with tempfile.TemporaryDirectory(prefix="penstock-model-") as directory:
             write_model(self.recording.config.model_directory, tensors, Path(directory))
             environment = {**os.environ, "PENSTOCK_MODEL": directory, "PENSTOCK_STEPS": str(experiment.end)}
-            done = subprocess.run(shlex.split(self.criterion.text), env=environment, stdout=2, check=False)  # stdout is the result's
+            done = subprocess.run(shlex.split(self.criterion.text), env=environment, stdout=2, check=False)  # our stdout has the result
         if not 0 <= done.returncode < UNTESTED:
             raise PenstockError(
-                f"--test {self.criterion.text!r} ended with status {done.returncode} and has tested nothing (0: good, 1 to {UNTESTED - 1}: "
-                "bad). Fix it and start the bisect again: finished tests are not repeated"
+                f"--test {self.criterion.text!r} exited with status {done.returncode}, expected 0 (good) or 1 to {UNTESTED - 1} (bad). Fix "
+                "the command and repeat the bisect; finished measurements are reused"
             )
         return {EXIT_STATUS: float(done.returncode)}
 
     def _restored(self, step: int, config: Config) -> PolicyTrainer:
-        """The policy after `step` recorded steps, opened under `config`; the state is saved for later experiments."""
+        """Return the policy after `step` recorded steps, opened with `config`. The state is saved for later experiments."""
         path = self._state(step)
         if not path.exists():
             nearest = max((number for number in range(step) if self._state(number).exists()), default=None)
@@ -237,7 +239,7 @@ class Measurer:
         return self._opened(config, at=step)
 
     def _opened(self, config: Config, *, at: int | None) -> PolicyTrainer:
-        """The policy under this configuration in a saved state, or newly opened without one; one policy is open at a time."""
+        """Return the policy with this configuration, in the saved state `at` or, if None, at version 0. Only one policy is open."""
         if at is None or self._policy is None or self._policy[0] != config:
             self._policies.close()
             self._policy = config, self._policies.enter_context(open_policy(self.recording, config, notify=self.notify))

@@ -1,7 +1,7 @@
-"""Repeats single steps of a run from the versions published before them. Read-only.
+"""Recomputes single steps of a run from the policy versions published before them, and compares loss and gradient norm. Read-only.
 
-Loss and gradient norm follow from the weights before a step and from its groups. The weights after it follow from the optimizer's state,
-too, which is in no topic: `penstock replay train` compares them.
+The weights after a step are not compared: they also depend on the optimizer state, which is in no topic. `penstock replay train`
+compares them.
 """
 
 import math
@@ -21,34 +21,40 @@ from penstock.topics import weights
 from penstock.topics.ledger import Entry
 
 BOUND = 0.01
-"""Largest difference of loss and gradient norm, relative or absolute, on hardware whose last bits differ."""
+"""Largest difference of loss and gradient norm, relative or absolute, that is accepted on hardware whose floating-point results differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedStep:
-    """One step repeated from the published weights before it."""
+    """Result of one step that was recomputed from the weights published before it."""
 
     step: int
     version: int
+    """Policy version that the step started from."""
     bits: bool
-    """True if all bits are equal."""
+    """True if loss, gradient norm and micro-batch boundaries equal the recorded ones bit for bit."""
     same: bool
-    """True if the bits are equal, or need not be and the numbers are within `BOUND`."""
+    """True if `bits`, or if this machine's arithmetic differs from the run's and the numbers agree within `BOUND`."""
     differences: tuple[str, ...]
+    """One sentence per number that differs."""
     seconds: float
 
 
 def selected(recording: Recording, count: int, *, seed: str) -> list[Entry]:
-    """Random steps whose weights before them, and groups, are in the log, by number. Raises `PenstockError` if there is none."""
+    """Choose up to `count` random steps whose groups and starting weights are in the log. Raises `PenstockError` if there is none."""
     config, run = recording.config, recording.run
     if config.trainer.lora_rank or config.algorithm.value_lr is not None:
         what = "adapters" if config.trainer.lora_rank else "a value head"
-        raise PenstockError(f"{run} trains {what}, and single steps start from the full weights: penstock replay train {run}")
+        raise PenstockError(
+            f"{run} trains {what}, so single steps cannot be recomputed from published weights; use penstock replay train {run}"
+        )
     published = {manifest.step: manifest.version for manifest in recording.ledger_state.manifests.values()}
     rebased = {entry.step for entry in recording.entries if entry.kind == "rebased"}
     steps = [entry for entry in recording.steps if entry.step in published and entry.step not in rebased and _is_retained(recording, entry)]
     if not steps:
-        raise PenstockError(f"no step of {run} can be repeated: the log has no version and groups of the same step any more")
+        raise PenstockError(
+            f"no step of {run} can be recomputed: for every step, retention has deleted the groups or the weights that it started from"
+        )
     return sorted(random.Random(seed).sample(steps, min(count, len(steps))), key=lambda entry: entry.step or 0)
 
 
@@ -63,7 +69,7 @@ def _is_retained(recording: Recording, entry: Entry) -> bool:
 
 
 def repeat_steps(recording: Recording, steps: Sequence[Entry], *, architecture: str, notify: Notify) -> Iterator[RepeatedStep]:
-    """Repeat steps and compare them with the ledger; `architecture` is a model directory for a run whose own is not on this machine."""
+    """Recompute steps and compare them with the ledger; `architecture` is a model directory, used if `model.path` does not exist here."""
     config = _config(recording, architecture)
     with open_policy(recording, config, notify=notify) as policy:
         changes = arithmetic(recording, policy)
@@ -83,7 +89,7 @@ def repeat_steps(recording: Recording, steps: Sequence[Entry], *, architecture: 
 
 
 def _config(recording: Recording, architecture: str) -> Config:
-    config = with_values(recording.config, "trainer", initial_state=None)  # of the optimizer: neither number depends on it
+    config = with_values(recording.config, "trainer", initial_state=None)  # loss and gradient norm do not depend on optimizer state
     try:
         is_here = (config.model_directory / "config.json").is_file()
     except BackendError:

@@ -1,4 +1,7 @@
-"""Verifies the statement about a model (in-toto Statement v1) at three levels: its files, its run's log, and steps repeated. Read-only."""
+"""`penstock verify`: verifies the provenance statement of a model (in-toto Statement v1) at three levels. Read-only.
+
+Level 1 checks the files of the model, level 2 the log of its run, level 3 recomputes random steps.
+"""
 
 import json
 import mmap
@@ -39,34 +42,33 @@ from penstock.topics.ledger import Entry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A difference from a statement."""
+    """A difference between a statement and the model, log or step that it describes."""
 
     level: Literal[1, 2, 3]
     kind: Literal["changed", "missing", "added"]
     name: str
-    """File, claim, audit check, topic or step."""
+    """Name of the file, claim, audit check, topic or step that differs."""
     text: str
 
     def __str__(self) -> str:
-        """Format it as `kind: name: text`."""
         return f"{self.kind}: {self.name}: {self.text}"
 
 
 def check_files(directory: Path, statement: dict[str, Any]) -> Iterator[Problem]:
-    """The differences between the files of a directory and the subjects of its statement."""
+    """Yield the differences between the files of a directory and the files (subjects) that its statement lists."""
     named = {subject["name"]: subject["digest"]["sha256"] for subject in statement["subject"]}
     files = files_of(directory, named)
     for name, sha256 in named.items():
         if name not in files:
-            yield Problem(level=1, kind="missing", name=name, text="the statement names it")
+            yield Problem(level=1, kind="missing", name=name, text="the statement lists this file")
             continue
         if not files[name].is_file():
-            yield Problem(level=1, kind="changed", name=name, text="it is no file")
+            yield Problem(level=1, kind="changed", name=name, text="not a regular file")
             continue
         if (actual := sha256_of(files[name])) != sha256:
-            yield Problem(level=1, kind="changed", name=name, text=f"its SHA-256 is {actual[:16]}…, the statement has {sha256[:16]}…")
+            yield Problem(level=1, kind="changed", name=name, text=f"SHA-256 is {actual[:16]}…, the statement has {sha256[:16]}…")
     for name in files.keys() - named.keys():
-        yield Problem(level=1, kind="added", name=name, text="the statement does not name it")
+        yield Problem(level=1, kind="added", name=name, text="the statement does not list this file")
 
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -84,17 +86,17 @@ def _tensors(directory: Path) -> Iterator[TensorBytes]:
                 dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
                 yield TensorBytes(name=name, dtype=dtype, shape=tuple(entry["shape"]), data=data[low:high])
         except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file} is no safetensors file: {error}") from error
+            raise ValueError(f"{file} is not a valid safetensors file: {error}") from error
 
 
 GROWING = ("metrics/", "run/")
-"""Topics in which workers and operators write after the end of a run."""
+"""Prefixes of topics that may receive records after a run has ended."""
 changed = partial(Problem, level=2, kind="changed")
-"""A difference from the log."""
+"""Constructor of a difference between statement and log."""
 
 
 def check_claims(stated: Mapping[str, Any], actual: Mapping[str, Any]) -> Iterator[Problem]:
-    """The claims in which a statement differs from those of the log, each with the first difference."""
+    """Yield the claims of a statement that differ from those computed from the log, each with its first difference."""
     for name, value in json.loads(json.dumps(actual)).items():
         if (difference := next(_differences(name, stated.get(name), value), None)) is not None:
             yield changed(name=name, text=difference)
@@ -112,7 +114,7 @@ def _differences(path: str, stated: Any, actual: Any) -> Iterator[str]:
 
 
 def check_card(directory: Path, predicate: Mapping[str, Any]) -> Iterator[Problem]:
-    """A README.md whose text is not that which follows from the statement. Raises `ConfigError` without huggingface_hub."""
+    """Yield the first line of README.md that differs from the card of the statement. Raises `ConfigError` without huggingface_hub."""
     try:
         written, expected = (directory / README).read_bytes().splitlines(), card(predicate).encode().splitlines()
     except ConfigError:
@@ -123,7 +125,7 @@ def check_card(directory: Path, predicate: Mapping[str, Any]) -> Iterator[Proble
         raise ValueError(f"a claim is malformed or missing ({type(error).__name__}: {error})") from error
     for number, (line, other) in enumerate(zip_longest(written, expected, fillvalue=b""), start=1):
         if line != other:
-            text = f"line {number} is {_short(line.decode(errors='replace'))}, by the statement {_short(other.decode())}"
+            text = f"line {number} is {_short(line.decode(errors='replace'))}, expected from the statement: {_short(other.decode())}"
             yield Problem(level=1, kind="changed", name=README, text=text)
             return
 
@@ -134,25 +136,27 @@ def _short(value: Any) -> str:
 
 
 def check_topics(stated: Mapping[str, Any], digests: Mapping[str, Any], starts: Mapping[str, int]) -> Iterator[Problem]:
-    """The partitions whose records are not those of the statement; `starts` are the first retained offsets."""
+    """Yield the partitions whose records differ from the statement; those with a later first retained offset (`starts`) are skipped."""
     for name, claim in stated.items():
         actual = digests.get(name, {"records": 0, "sha256": None})
         if starts.get(name, 0) <= claim["first"] and (actual["records"], actual["sha256"]) != (claim["records"], claim["sha256"]):
             same = actual["records"] == claim["records"]
             kind: Any = "changed" if same else "missing" if actual["records"] < claim["records"] else "added"
             counts = f"{actual['records']} records" if same else f"{actual['records']} records, the statement has {claim['records']}"
-            yield Problem(level=2, kind=kind, name=name, text=f"other contents up to offset {claim['end']}: {counts}")
+            yield Problem(
+                level=2, kind=kind, name=name, text=f"the records up to offset {claim['end']} differ from the statement: {counts}"
+            )
 
 
 def added_records(later: Mapping[str, int]) -> Iterator[Problem]:
-    """The partitions of a closed run that have records after those of the statement."""
+    """Yield the partitions of a closed run that have more records than the statement covers."""
     for name, count in later.items():
         if not name.startswith(GROWING):
             yield Problem(level=2, kind="added", name=name, text=f"{count} records follow those of the statement")
 
 
 def check_checkpoints(store: CheckpointStore, recorded: Recorded, entries: Sequence[Entry]) -> Iterator[Problem]:
-    """The checkpoints on this machine that are not as the ledger records them; those of a running run may be newer than the entries."""
+    """Yield the checkpoints on this machine that differ from the ledger; those newer than the entries of a running run are skipped."""
     manifests: dict[int | None, set[str]] = {}
     for entry in entries:
         if entry.kind == "checkpoint" and (manifest := json.loads(entry.details or "{}").get("manifest")):
@@ -170,9 +174,10 @@ def check_checkpoints(store: CheckpointStore, recorded: Recorded, entries: Seque
 
 
 def check_model(directory: Path, stated: str, names: Sequence[str], export: Callable[[Path], object]) -> Iterator[Problem]:
-    """A model whose tensors are not the statement's weights, the tensors `names`.
+    """Yield a problem if the digest of a model's tensors differs from the stated digest of the run's weights.
 
-    `export` writes those weights as a model: some architectures have other tensors in files than in training.
+    `names` are the tensors of the run's weights. If the model's files have other tensors, as for some architectures, `export` writes the
+    weights as a model, and the digests of the two models are compared.
     """
     expected = stated
     try:
@@ -183,38 +188,39 @@ def check_model(directory: Path, stated: str, names: Sequence[str], export: Call
                 export(Path(temporary) / "model")
                 expected = digest(_tensors(Path(temporary) / "model"), hash_of(stated))
         if (actual := digest(tensors, hash_of(stated))) != expected:
-            text = f"the tensors of its safetensors files have digest {actual}, the statement has weights {expected}"
+            text = f"the tensors in the safetensors files have digest {actual}, expected {expected} from the statement"
             yield changed(name="model", text=text)
     except (ValueError, PenstockError) as error:
-        yield changed(name="model", text=f"its tensors cannot be the statement's weights: {error}")
+        yield changed(name="model", text=f"the tensors cannot be compared with the weights in the statement: {error}")
 
 
 Reading = Callable[..., AbstractContextManager[tuple[Log, str]]]
-"""Opens a log and yields it with the run's id; takes `executes`."""
+"""Context manager that yields (log, run id); the keyword `executes` is True if code of the run will be executed."""
 Auditing = Callable[[Mapping[str, tuple[int, int]]], tuple[dict[str, Any], list[tuple[str, str]], dict[str, Any], Mapping[str, int]]]
-"""Audits the run: its table, violations as (check, text), digests of these spans of partitions, and numbers of later records."""
+"""Audits the run. Takes partition -> (first, end) offsets of the statement; returns the audit's table, the violations as (check, text), the
+digest of each span, and partition -> number of records after it."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Verification:
-    """The levels that were checked, and the differences."""
+    """Verification of a model directory: runs the three levels, and collects figures and problems."""
 
     directory: Path
     notify: Callable[[str], None]
     statement: dict[str, Any] | None = None
-    """None if it is damaged."""
+    """None before level 1, or if the statement cannot be read."""
     problems: list[Problem] = field(default_factory=list)
     levels: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def predicate(self) -> dict[str, Any]:
-        """The claims about the run."""
+        """Claims of the statement about the run."""
         assert self.statement is not None, "level 1 has read it"
         stated: dict[str, Any] = self.statement["predicate"]
         return stated
 
     def check_files(self) -> None:
-        """Level 1: the files are those that the statement names, and the card is its text."""
+        """Level 1: check that the directory has exactly the files of the statement, and that the card follows from the statement."""
         with self._level(STATEMENT) as figures:
             self.statement = read_statement(self.directory)
             figures["files"] = len(self.statement["subject"])
@@ -222,16 +228,16 @@ class Verification:
             try:
                 self.problems += check_card(self.directory, self.predicate)
             except ConfigError as error:
-                self.notify(f"{README} is not compared with the statement: {error}")
+                self.notify(f"{README} was not compared with the statement: {error}")
 
     def check_log(self, log: str, reading: Reading, audit: Auditing) -> None:
-        """Level 2: the audit passes, and claims, topics, model and checkpoints agree with the log."""
+        """Level 2: audit the run, and check that claims, topics, model and checkpoints agree with the log."""
         topics = self.predicate["topics"]
         starts_ends = {name: (topic["first"], topic["end"]) for name, topic in topics.items()}
         with self._level(log) as figures:
             with reading() as (_, run):
                 if run != self.predicate["run"]:
-                    raise ValueError(f"it is the log of {run}, the statement is about {self.predicate['run']}")
+                    raise ValueError(f"this is the log of {run}, but the statement is about {self.predicate['run']}")
             table, violations, digests, later = audit(starts_ends)
             figures |= {"entries": table["records"].get("ledger", 0), "audit": table["summary"], "topics": len(topics)}
             starts = table["deleted_below"]
@@ -242,9 +248,9 @@ class Verification:
                     published = read_published(read_log, run, ends={name: end for name, (_, end) in starts_ends.items()})
                     actual = log_claims(published, stored_secret(run))
                     self._check_model(recording)
-            except ConfigError as error:  # the audit has read the run: its record is damaged
+            except ConfigError as error:  # the audit could read the run, so its registration record is damaged
                 raise ValueError(str(error)) from error
-            if any(starts.get(name, 0) > first for name, (first, _) in starts_ends.items()):  # figures need the records that are gone
+            if any(starts.get(name, 0) > first for name, (first, _) in starts_ends.items()):  # other claims need the deleted records
                 actual = {name: actual[name] for name in LEDGER_CLAIMS}
             elif not later:
                 actual["audit"] = audit_claims(table)
@@ -260,7 +266,7 @@ class Verification:
                 self.problems += check_checkpoints(store, recording.past.recorded(), recording.entries)
 
     def repeat_steps(self, log: str, reading: Reading, count: int, seed: int, *, trust_code: bool) -> None:
-        """Level 3: random steps, repeated from the versions before them, give the recorded numbers."""
+        """Level 3: recompute `count` random steps from the versions published before them, and compare them with the ledger."""
         with self._level(log) as figures, reading(executes=True) as (read_log, run), Recording.open(read_log, run) as recording:
             code = user_code(recording.config, sections=("algorithm", "trainer"))
             require_trusted(recording.registration, trust=Trust(code=trust_code), notify=self.notify, code=code)
@@ -270,18 +276,18 @@ class Verification:
             steps = single_steps.selected(recording, count, seed=f"{self.predicate['ledger']['head']}/{seed}")
             cost_s = sum(entry.metrics.get("compute_s", 0.0) for entry in steps)
             numbers = ", ".join(str(entry.step) for entry in steps)
-            self.notify(f"repeating steps {numbers}: the run's trainer computed them in {cost_s:.1f} s")
+            self.notify(f"recomputing steps {numbers}, for which the run's trainer took {cost_s:.1f} s")
             figures["steps"] = []
             for repeated in single_steps.repeat_steps(recording, steps, architecture=str(self.directory), notify=self.notify):
                 figures["steps"].append(asdict(repeated))
                 text = "; ".join(repeated.differences)
-                self.notify(f"step {repeated.step}: {text or 'the same bits'}")
+                self.notify(f"step {repeated.step}: {text or 'bit-identical'}")
                 if not repeated.same:
                     self.problems.append(Problem(level=3, kind="changed", name=f"step {repeated.step}", text=text))
 
     @contextmanager
     def _level(self, damaged: str) -> Iterator[dict[str, Any]]:
-        """Measure a level; a file or record that cannot be read ends it, under the name `damaged`."""
+        """Time a level and store its figures. A file or record that cannot be read ends the level with a problem named `damaged`."""
         figures: dict[str, Any] = {"level": len(self.levels) + 1}
         wall, cpu = time.monotonic(), time.process_time()
         try:

@@ -72,7 +72,7 @@ TURN_S = 120.0
 BUSY_SHARE = 0.05
 
 Response = tuple[str, str, bytes]
-"""Status, content type, body."""
+"""(HTTP status, content type, body)"""
 
 
 def address_of(text: str) -> tuple[str, int]:

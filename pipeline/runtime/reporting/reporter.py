@@ -137,7 +137,7 @@ class Reporter:
     log: Log
     producer: Producer
     incarnation: str = field(default_factory=new_token)
-    """Token of the process."""
+    """Random identifier of this process."""
     encoding: CodecTimer = field(default_factory=CodecTimer)
     decoding: CodecTimer = field(default_factory=CodecTimer)
     values: dict[str, float] = field(default_factory=dict)

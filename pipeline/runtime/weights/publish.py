@@ -30,7 +30,7 @@ class Base:
 
     version: int
     tensors: Sequence[TensorBytes]
-    """In name order."""
+    """Tensors sorted by name."""
 
 
 def send_version(

@@ -324,5 +324,4 @@ class VersionWatch(WeightPrefetch):
 
     @contextmanager
     def taken(self) -> Iterator[tuple[int, Sequence[TensorBytes]]]:
-        """The newest version, without tensors."""
         yield self.version, ()

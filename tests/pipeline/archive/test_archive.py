@@ -33,7 +33,7 @@ from penstock.pipeline.archive.export import Exported, export, follow
 from penstock.pipeline.archive.files import UNFINISHED, Archive, find_archive
 from penstock.pipeline.archive.import_run import import_run
 from penstock.pipeline.archive.layout import KINDS, Kind
-from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask
+from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, run_query
 from penstock.pipeline.cli import main
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.inspect.records.runs import Note, note_of
@@ -114,7 +114,7 @@ def test_an_archive_reads_as_the_run_and_an_import_gives_the_same_report(log: Ka
     assert everything(archived, run_id) == before
     assert summarise(load(archived, run_id)) == report  # type: ignore[arg-type]
 
-    with pytest.raises(ConfigError, match="exists already on this broker"):
+    with pytest.raises(ConfigError, match="already exists on this broker"):
         import_run(log, find_archive(tmp_path))
     deleted(log, run_id)
     imported = import_run(log, find_archive(tmp_path / run_id))
@@ -194,7 +194,7 @@ def test_an_export_of_one_topic_says_what_an_import_would_miss(log: KafkaLog, to
     with pytest.raises(ConfigError, match="there is no topic 'rolouts'"):
         written(log, told, tmp_path, topics=["rolouts"])
     assert set(written(log, told, tmp_path, topics=["rollouts"]).rows) == {"runs", "run", "rollouts"}
-    with pytest.raises(ValueError, match=r"no complete export, prompts, groups, .* missing: continue it with `penstock topics export`"):
+    with pytest.raises(ValueError, match=r"is incomplete, the topics prompts, groups, .* are missing: repeat `penstock topics export`"):
         import_run(log, find_archive(tmp_path), becomes=f"{run_id}-b")
     written(log, told, tmp_path)
     assert everything(ArchivedLog(find_archive(tmp_path)), told) == everything(log, told)
@@ -258,7 +258,7 @@ def test_a_killed_export_leaves_whole_files_only_and_the_next_one_completes_it(
         assert list(tmp_path.rglob(f"*{UNFINISHED}"))  # as many as partitions that it was writing
         for path in tmp_path.rglob("*.parquet"):
             assert pq.read_table(path).num_rows
-        with pytest.raises(ValueError, match="no complete export"):
+        with pytest.raises(ValueError, match="is incomplete"):
             import_run(log, find_archive(tmp_path), becomes=f"{run_id}-b")
     written(log, told, tmp_path)
     assert not list(tmp_path.rglob(f"*{UNFINISHED}"))
@@ -270,7 +270,7 @@ def test_another_run_of_the_same_id_is_not_added_to_an_export(log: KafkaLog, run
     written(log, run_id, tmp_path)
     deleted(log, run_id)
     tell(log, run_id, [RecordBuilder(run_id, steps=1, created_s=1_690_000_000.0).record()])
-    with pytest.raises(ValueError, match="created at another time; export into another directory"):
+    with pytest.raises(ValueError, match="is the archive of an earlier run"):
         written(log, run_id, tmp_path)
 
 
@@ -284,7 +284,7 @@ def test_what_an_import_that_was_killed_has_left_is_named_and_can_be_deleted(
         with pytest.raises(ZeroDivisionError):
             import_run(log, find_archive(tmp_path), becomes=other)
     assert find(log, other) is None
-    with pytest.raises(ConfigError, match=f"`penstock topics delete {other} --yes` removes what an interrupted import has left"):
+    with pytest.raises(ConfigError, match=f"delete them .penstock topics delete {other} --yes., or import with"):
         import_run(log, find_archive(tmp_path), becomes=other)
     deleted(log, other)
     import_run(log, find_archive(tmp_path), becomes=other)
@@ -315,7 +315,7 @@ def test_records_that_were_deleted_are_named_with_the_first_one_that_is_kept(
     said = capsys.readouterr()
     assert json.loads(said.out) == [{"n": len(offsets) - 4}]
     kept = [
-        "some records were deleted; the result covers the others:",
+        "some records were deleted, and the result does not include them:",
         f"{topic}/0: the records at offsets 0 to {offsets[4] - 1} were deleted",
     ]
     assert said.err.splitlines()[-2:] == kept
@@ -357,7 +357,9 @@ def test_an_import_that_is_refused_after_its_first_records_registers_nothing_and
     written(log, told, tmp_path)
     path = find_archive(tmp_path).files(KINDS["groups"], 0)[0]
     pq.write_table(pq.read_table(path).drop_columns(["partition"]), path)
-    with pytest.raises(ValueError, match=rf"'partition' is missing; the run is not registered: `penstock topics delete {run_id}-b --yes`"):
+    with pytest.raises(
+        ValueError, match=rf"'partition' is missing; the run was not registered. .*: penstock topics delete {run_id}-b --yes"
+    ):
         import_run(log, find_archive(tmp_path), becomes=f"{run_id}-b")
     assert find(log, f"{run_id}-b") is None
     assert log.topics(f"{run_id}-b.")
@@ -372,7 +374,7 @@ def test_an_archive_that_claims_any_number_of_partitions_is_refused_in_one_line(
     for command in (["audit", str(tmp_path)], ["report", str(tmp_path)], ["sql", str(tmp_path), "select 1"]):
         assert main(command) != 0
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.endswith(f"export.json: groups with {count!r} partitions, a topic has 1 to 10000")
+        assert line.endswith(f"export.json: partitions of groups is {count!r}, expected 1 to 10000")
 
 
 def test_what_was_deleted_between_two_exports_is_known_to_the_audit_of_the_archive(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
@@ -410,7 +412,7 @@ def test_a_run_is_deleted_with_its_record_once_it_is_at_rest(
 
     reports = threading.Thread(target=report)
     reports.start()
-    with pytest.raises(ValueError, match=f"run {run_id} is running, trainer at work: stop it first"):
+    with pytest.raises(ValueError, match=f"run {run_id} cannot be deleted while trainer is running: stop the run first"):
         plan_deletion(log, run_id)
     done.set()
     reports.join()
@@ -450,14 +452,14 @@ def test_views_say_what_the_tables_and_the_report_say_live_and_archived(log: Kaf
             ("groups", RunTables(log, run_id).groups(), "group_id"),
             ("steps", RunTables(log, run_id).steps(), "step"),
         ):
-            found = ask(tables, f"select * from {name} order by {order}")
+            found = run_query(tables, f"select * from {name} order by {order}")
             for column in table.column_names:
                 if not pa.types.is_timestamp(table.schema.field(column).type):
                     asked = "group_id" if column == "group" else column  # which is a word of SQL
                     assert found[asked].to_pylist() == table[column].to_pylist(), column
-        assert ask(tables, "select reward from rewards order by version")["reward"].to_pylist() == report["reward"]["curve"]
-        assert ask(tables, "select * from timeline").num_rows == timeline(log, run_id).num_rows
-        assert ask(tables, "select count(*) n, max(lag) m, min(age_s) a from lag").to_pylist() == [{"n": 8 * STEPS, "m": 0, "a": 1.0}]
+        assert run_query(tables, "select reward from rewards order by version")["reward"].to_pylist() == report["reward"]["curve"]
+        assert run_query(tables, "select * from timeline").num_rows == timeline(log, run_id).num_rows
+        assert run_query(tables, "select count(*) n, max(lag) m, min(age_s) a from lag").to_pylist() == [{"n": 8 * STEPS, "m": 0, "a": 1.0}]
 
 
 @pytest.mark.parametrize(
@@ -480,7 +482,7 @@ def test_views_say_what_the_tables_and_the_report_say_live_and_archived(log: Kaf
 )
 def test_a_question_that_cannot_be_answered_is_one_line(log: KafkaLog, run_id: str, query: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
-        ask(LiveTables(log, run_id), query)
+        run_query(LiveTables(log, run_id), query)
     assert "\n" not in str(raised.value)
 
 
@@ -490,7 +492,7 @@ def test_the_commands_export_import_and_answer_with_tables_json_and_csv(
     assert main(["topics", "export", told, str(tmp_path), "--bootstrap", broker, "--topics", "ledger,groups"]) == 0
     assert f"{tmp_path / told}: 1 runs, " in capsys.readouterr().out
     assert main(["topics", "import", str(tmp_path), "--bootstrap", broker]) == 1
-    assert "is no complete export" in capsys.readouterr().err
+    assert "is incomplete" in capsys.readouterr().err
     assert main(["topics", "export", told, str(tmp_path), "--bootstrap", broker, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"]["rollouts"] == len(everything(log, told)["rollouts"])
     assert main(["topics", "import", str(tmp_path), "--bootstrap", broker]) == 2
@@ -518,8 +520,8 @@ def test_the_commands_export_import_and_answer_with_tables_json_and_csv(
 
 def test_a_table_of_every_topic_is_named(tmp_path: Path) -> None:
     assert {kind.topic for kind in KINDS.values()} == {RUNS_TOPIC, *TOPICS}
-    with pytest.raises(ValueError, match="holds no export"):
+    with pytest.raises(ValueError, match="is not an export"):
         find_archive(tmp_path)
-    with pytest.raises(ValueError, match="there is no directory"):
+    with pytest.raises(ValueError, match="does not exist"):
         find_archive(tmp_path / "mistyped")
     assert Archive(tmp_path, "x").note() is None

@@ -55,7 +55,7 @@ def test_its_steps_are_trained_again_bit_for_bit_where_the_processor_multiplies_
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
     if "the arithmetic differs from the run's" in done.stderr:
         pytest.skip(f"this machine cannot compute as the recording one did: {done.stderr}")
-    same = f"old: all 4 steps are the same bit for bit, 4 weights digests compared; weights {DIGEST[:16]}" in done.stdout
+    same = f"old: all 4 steps are bit-identical, 4 weight digests compared; weights {DIGEST[:16]}" in done.stdout
     if same or "avx512f" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
         assert same, done.stdout
         return
@@ -67,11 +67,11 @@ def test_its_steps_are_trained_again_bit_for_bit_where_the_processor_multiplies_
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["topics", "show", str(DIR), "groups", "5", "0"], "old.groups has no partition 5: 0 to 1"),
+        (["topics", "show", str(DIR), "groups", "5", "0"], "old.groups has no partition 5: its partitions are 0 to 1"),
         (["topics", "show", str(DIR), "groups", "0", "9999"], "has no record at offset 9999"),
         (["topics", "tail", str(DIR), "groups", "--follow"], "--follow needs a broker; import the run first: penstock topics import"),
         (["replay", "score", str(DIR), "--write", "new"], "--write needs a broker; import the run first: penstock topics import"),
-        (["report", str(DIR / "model")], "holds no export"),
+        (["report", str(DIR / "model")], "is not an export"),
     ],
 )
 def test_what_an_archive_cannot_give_is_one_line_and_wrong_usage(capsys: pytest.CaptureFixture[str], words: list[str], line: str) -> None:

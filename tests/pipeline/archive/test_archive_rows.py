@@ -222,7 +222,7 @@ def test_a_row_that_cannot_be_a_record_is_named() -> None:
         row["loss_mask"] = row["loss_mask"][1:]
 
     table = changed(to_table(KINDS["rollouts"], RECORDS["rollouts"][:3], run=RUN), 2, change)
-    with pytest.raises(ValueError, match=r"rollouts partition 0 offset 2 cannot be a record: .* 2 loss mask elements"):
+    with pytest.raises(ValueError, match=r"rollouts/0@2 is damaged, no record can be restored from it: .* 2 loss mask elements"):
         back(KINDS["rollouts"], table)
 
 

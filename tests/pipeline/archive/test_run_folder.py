@@ -35,7 +35,7 @@ def test_what_is_no_run_id_has_no_folder(run: str) -> None:
 @pytest.mark.parametrize("name", ["runs", "runs/mine/model", "runs/..", "runs/.", "runs/mine/..", "runs/../runs/mine", "", "runs/UPPER"])
 def test_nothing_but_the_folder_of_a_run_is_removed(state: Path, name: str) -> None:
     before = everything(state)
-    with pytest.raises(ValueError, match="is not removed: it is a link or no folder of a run"):
+    with pytest.raises(ValueError, match="is not removed, because it is a link or not a run"):
         delete._remove(state_path() / name, keep=None)
     with pytest.raises(ValueError, match="is not removed"):
         delete._remove(state / "elsewhere", keep=None)

@@ -84,7 +84,7 @@ def test_every_reader_goes_on_behind_what_a_person_has_told_them_to_pass_over(
             taken += [bytes(record.value) for record in event.records] if isinstance(event, Records) else []
     member.close()
     assert taken == GOOD
-    with pytest.raises(ConfigError, match="skip rollouts/0 6 to 8 already"):
+    with pytest.raises(ConfigError, match="readers already skip offsets 6 to 8 of rollouts/0"):
         skip(damaged, run_id, "rollouts", 0, first)
 
 
@@ -137,15 +137,15 @@ def test_where_nothing_is_held_up_unblocking_says_so_in_a_line(damaged: KafkaLog
     for options in ([], ["--yes", "--abort"]):
         with pytest.raises(SystemExit) as ended:
             app(["topics", "unblock", run_id, "--bootstrap", damaged.bootstrap, *options])
-        assert (ended.value.code, capsys.readouterr().out) == (0, "no transaction lacks its end\n")
+        assert (ended.value.code, capsys.readouterr().out) == (0, "no transaction blocks readers\n")
 
 
 def test_what_can_be_read_and_what_a_run_cannot_do_without_is_not_passed_over(damaged: KafkaLog, run_id: str) -> None:
     for topic, partition, offset, why in (
-        ("rollouts", 0, 1, "rollouts/0/1 is readable: there is nothing to skip"),
-        ("rollouts", 0, 99, "rollouts/0 has offsets 0 to 14"),
-        ("rollouts", 7, 0, "has no rollouts/7"),
-        ("ledger", 0, 0, "ledger cannot be skipped: the ledger has no gaps; start a new run from a checkpoint: `penstock fork"),
+        ("rollouts", 0, 1, "rollouts/0/1 is readable, so it cannot be skipped"),
+        ("rollouts", 0, 99, "offset 99 is not in rollouts/0, which has offsets 0 to 14"),
+        ("rollouts", 7, 0, "has no partition 7 of rollouts"),
+        ("ledger", 0, 0, "ledger cannot be skipped: the ledger has no gaps. Continue in a new run: penstock fork"),
         ("groups", 0, 0, "groups cannot be skipped: an unreadable outcome leaves its group open"),
     ):
         with pytest.raises(ConfigError, match=why):

@@ -46,7 +46,7 @@ def said(process, limits):
 
 database._wait = said
 try:
-    sql.ask(NoTables(), ENDLESS)
+    sql.run_query(NoTables(), ENDLESS)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 """
@@ -73,31 +73,31 @@ def test_the_command_says_in_one_line_that_it_was_interrupted(monkeypatch: pytes
     monkeypatch.setattr(command, "reading", reading)
     monkeypatch.setattr(sql, "ask", interrupted)
     assert main(["sql", "r", "select 1"]) == 130
-    assert capsys.readouterr().err.splitlines() == ["interrupted, there is no result"]
+    assert capsys.readouterr().err.splitlines() == ["interrupted before there was a result"]
 
 
 @pytest.mark.parametrize("query", ["select count(*) from (select distinct range from range(5000000))", "select list_sum(range(400000000))"])
 def test_a_question_that_takes_too_much_memory_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, query: str) -> None:
     monkeypatch.setattr(database, "MEMORY_BYTES", 32 << 20)
-    with pytest.raises(ValueError, match=r"^the query takes more than 0.03125 GiB: narrow it") as raised:
-        sql.ask(NoTables(), query)
+    with pytest.raises(ValueError, match=r"^the query needs more than 0.03125 GiB: narrow it") as raised:
+        sql.run_query(NoTables(), query)
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("limits", "problem"),
-    [(Limits(seconds=0.0), "no result within 0 s: narrow the query"), (Limits(disconnected=lambda: True), "the client has disconnected")],
+    [(Limits(seconds=0.0), "the query took more than 0 s: narrow it"), (Limits(disconnected=lambda: True), "the client has disconnected")],
 )
 @pytest.mark.parametrize("query", [ENDLESS, "select " + "(" * 60_000, "select levenshtein(repeat('a', 9000000), repeat('b', 9000000))"])
 def test_a_question_ends_at_a_limit_of_time_and_with_its_asker(limits: Limits, problem: str, query: str) -> None:
     with pytest.raises(ValueError, match=f"^{problem}"):
-        sql.question(NoTables(), query).result(limits)
+        sql.prepare_query(NoTables(), query).result(limits)
 
 
 def test_of_an_answer_only_the_rows_that_are_needed_are_computed_and_a_large_one_is_refused() -> None:
-    everything = sql.question(NoTables(), "select * from range(300000000)")
+    everything = sql.prepare_query(NoTables(), "select * from range(300000000)")
     assert everything.result(Limits(rows=201))["range"].to_pylist() == list(range(201))
-    with pytest.raises(ValueError, match=r"^the result has more than 1 MiB: select fewer rows or columns$"):
+    with pytest.raises(ValueError, match=r"^the result is larger than 1 MiB: select fewer rows or columns$"):
         everything.result(Limits(size=1 << 20))
 
 

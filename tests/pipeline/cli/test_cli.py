@@ -116,9 +116,9 @@ def test_a_sum_of_integers_which_duckdb_makes_a_decimal_is_a_number_in_json() ->
         (["topics", "show", "r", "prompts", "x", "0"], "integer"),
         (["topics"], "penstock topics --help"),
         (["run", "no-such.toml"], "no-such.toml"),
-        (["sql", "r", "select 1", "--csv", "--json"], "either --csv or --json"),
-        (["report", "r", "--html", "/dev/null"], "that is no file"),
-        (["runs", "rm", "--older-than", "soon"], "for example 7d"),
+        (["sql", "r", "select 1", "--csv", "--json"], "--csv and --json cannot be combined"),
+        (["report", "r", "--html", "/dev/null"], "not a regular file"),
+        (["runs", "rm", "--older-than", "soon"], "such as 7d"),
         (["run", f"{ROOT}/examples/own.toml", "--dry-run", "--run-id", "My_Run"], "characters of a-z, 0-9 and -"),
     ],
 )

@@ -72,7 +72,7 @@ def test_a_run_is_created_once_and_a_configuration_that_differs_is_refused_with_
         return status, capsys.readouterr().err
 
     own = ("--run-id", run_id)
-    assert create("--if-absent") == (USAGE, "penstock: --if-absent needs --run-id RUN: an id that is made up is always new\n")
+    assert create("--if-absent") == (USAGE, "penstock: --if-absent needs --run-id RUN: a generated id is always new\n")
     assert create(*own, "--if-absent", "--wait-broker", "60")[0] == OK
     assert create(*own)[0] == USAGE
     status, text = create(*own, "--if-absent", "--set", "trainer.checkpoint_every=7")

@@ -31,7 +31,7 @@ class Full(io.StringIO):
 
 @pytest.mark.parametrize("words", PRINTING)
 def test_a_command_that_only_prints_is_refused_without_a_standard_output(words: str) -> None:
-    with pytest.raises(PenstockError, match="the standard output is closed, and `penstock"):
+    with pytest.raises(PenstockError, match="prints its result, but standard output is closed"):
         app.refuse_unseen(words.split())
 
 
@@ -60,7 +60,7 @@ def test_a_closed_stream_is_a_silent_one(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_full_device_ends_a_command_in_one_line_and_no_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdout", Full())
     assert cli.main(["graph"]) == 1
-    assert capsys.readouterr().err == "penstock: cannot write to the standard output: No space left on device\n"
+    assert capsys.readouterr().err == "penstock: cannot write to standard output: No space left on device\n"
     with app.checked_output(), lasting_output():
         print("step 1/2", flush=True)
 
@@ -71,7 +71,7 @@ def test_closed_streams_in_a_shell(tmp_path: Path) -> None:
     environment = {**os.environ, "PENSTOCK_HOME": str(home)}
     done = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.split() == ["1", "0", "2"]
-    assert done.stderr == "penstock: the standard output is closed, and `penstock runs` only prints: give it a terminal, a file or a pipe\n"
+    assert done.stderr == "penstock: `penstock runs` prints its result, but standard output is closed: redirect it to a file or a pipe\n"
     assert not home.exists()  # whoever only looks makes no folder
 
 

@@ -146,7 +146,7 @@ def test_every_page_of_a_run_is_there(server: Server, path: str, said: str) -> N
         (f"r/{RUN}/topics/nosuch", "there is no topic"),
         (f"r/{RUN}/download.xls", "expected one of csv, jsonl, parquet"),
         (f"r/{RUN}/download.csv%0d%0aX-Own:%20x?q=select%201", "expected one of csv, jsonl, parquet"),
-        (f"r/{RUN}/download.csv?q=drop%20table%20samples", "expected one read-only statement"),
+        (f"r/{RUN}/download.csv?q=drop%20table%20samples", "must be one read-only statement"),
     ],
 )
 def test_a_mistake_is_a_line_on_a_page_or_in_json(server: Server, path: str, said: str) -> None:

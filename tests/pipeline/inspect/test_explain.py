@@ -69,7 +69,10 @@ def test_a_stale_group_says_against_which_version_and_which_entry_says_so() -> N
     assert found["stale"] == {
         "entry": 4, "at_s": builder.now_s, "before_step": 2, "learner_version": 2, "policy_version_min": 0, "lag": 2, "max_lag": 1,
     }  # fmt: skip
-    assert found["why"] == "its oldest trained token is of version 0, the learner was at version 2: 2 behind, max_lag is 1 (ledger entry 4)"
+    assert (
+        found["why"]
+        == "the oldest trained token was generated under version 0, 2 versions before the learner's 2; max_lag is 1 (ledger entry 4)"
+    )
     assert "stale at" in text.as_page(found)
 
 
@@ -87,17 +90,15 @@ def test_an_open_group_says_what_it_waits_for_stage_by_stage() -> None:
     start = [builder.record(), builder.opened(), builder.version(0)]
     waited = [explained([*start, *more], 0)["why"] for more in ([prompt], [prompt, first], [prompt, first, second])]
     assert waited == [
-        "waits for a rollout worker: none of its samples is there",
+        "waits for a rollout worker; none of its samples is in the log",
         "waits for samples: 1 of 2 are there",
-        "waits for the scorer that owns its partition: all its samples are there",
+        "waits for the scorer of its partition; all its samples are in the log",
     ]
-    assert explained([*start, prompt, first, second, outcome], 0)["why"].startswith(
-        "waits for the trainer, which takes the lowest numbers first"
-    )
+    assert explained([*start, prompt, first, second, outcome], 0)["why"].startswith("waits for the trainer, which takes groups by number")
     later = RecordBuilder()
     held = later.group([0.0, 1.0], version=3)[0]
     assert (
-        "it may be generated under version 3 or newer, the newest is 0"
+        "policy version 3, under which it may be generated at the earliest; the newest is 0"
         in explained([later.record(), later.opened(), later.version(0), held], 0)["why"]
     )
 
@@ -105,7 +106,7 @@ def test_an_open_group_says_what_it_waits_for_stage_by_stage() -> None:
 def test_a_group_that_the_run_did_not_need_is_unused() -> None:
     found = explained(list(RecordBuilder(steps=3).whole()), 7)
     assert found["status"] == "unused"
-    assert found["why"].startswith("the run ended first; it waited for the trainer")
+    assert found["why"].startswith("the run ended first; the group was waiting for the trainer")
 
 
 def test_a_plan_that_cannot_be_read_leaves_the_rest_of_the_story() -> None:
@@ -227,7 +228,7 @@ def test_a_dead_letter_that_claims_a_group_which_never_was_leads_to_one_line() -
     orphan = as_record(built[1], 9, headers=(("run", RUN.encode()), ("group", b"77")), key=b"77")
     log = written([builder.record(), builder.opened(), *built, refused(builder, orphan, kind="orphan", reason="no prompt")])
     assert letter_of(log)["claims_group"] == 77
-    with pytest.raises(ConfigError, match=f"group 77 was never admitted: the highest group of run {RUN} is 0"):
+    with pytest.raises(ConfigError, match=f"group 77 was never admitted: run {RUN} has groups 0 to 0"):
         as_json.explain(log, RUN, 77, notify=quiet)
 
 
@@ -262,7 +263,7 @@ def test_a_prompt_that_retention_has_deleted_is_gone_and_not_unknown(monkeypatch
     monkeypatch.setattr(log, "beginning_offsets", lambda places: {at: int(at[0].endswith(".prompts")) for at in places})
     with pytest.raises(LogError, match=r"the prompt of group 0 was deleted: .*prompts/0: the records at offsets 0 to 0 were deleted"):
         as_json.explain(log, RUN, 0, notify=quiet)
-    with pytest.raises(ValueError, match=r"group 9 was never admitted: the highest group of run demo-1 is 1"):
+    with pytest.raises(ValueError, match=r"group 9 was never admitted: run demo-1 has groups 0 to 1"):
         as_json.explain(log, RUN, 9, notify=quiet)
 
 
@@ -279,7 +280,7 @@ def test_a_group_whose_samples_and_outcome_were_deleted_is_not_said_to_wait_for_
     found = as_json.explain(log, RUN, 0, notify=quiet)
     lines = [f"{RUN}.rollouts/0: the records at offsets 0 to 1 were deleted", f"{RUN}.groups/0: the records at offsets 0 to 0 were deleted"]
     assert found["gone"] == lines
-    assert found["why"].endswith(f", unless more is gone: {'; '.join(lines)}")
+    assert found["why"].endswith(f", unless deleted records say otherwise: {'; '.join(lines)}")
     page = text.as_page(found)
     assert "deleted by retention" in page and f"deleted\n  {lines[0]}" in page
     assert as_json.explain(log, RUN, 1, notify=quiet)["gone"] == []
@@ -371,10 +372,10 @@ def test_what_the_log_cannot_tell_is_said_in_words() -> None:
     assert left_out(config_of()) == []
     lagging = {"run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": "tiny:successor"}, "schedule": {"mode": "one_step_off"}}
     (said,) = left_out(from_table({**lagging, "algorithm": {"proximal": "behaviour"}}))
-    assert said.startswith("the ratio current / behaviour of each token")
+    assert said.startswith("each token's ratio current / behaviour")
     corrected = left_out(from_table({**lagging, "algorithm": {"kl_coef": 0.1}}))
     assert [word in " ".join(corrected) for word in ("correction weight tis", "kl_coef 0.1")] == [True, True]
-    assert "is its business" in left_out(config_of(loss="own.py:loss", aggregate="token_mean"))[0]
+    assert "in another way" in left_out(config_of(loss="own.py:loss", aggregate="token_mean"))[0]
 
 
 def test_a_function_that_the_log_names_is_loaded_only_by_who_trusts_it(tmp_path: Path) -> None:

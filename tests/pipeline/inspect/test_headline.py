@@ -64,7 +64,7 @@ def test_held_out_accuracy_failures_waste_and_the_bottleneck_are_in_the_headline
     assert "3 groups failed" in headline(report(RISING, groups={"failed": 3}))[1]
     slowest = {"who": "scorer", "why": "busy 90%", "advice": "make the reward faster"}
     assert headline(report(RISING, bottleneck=slowest))[1:] == ["Scoring is the bottleneck: make the reward faster."]
-    assert headline(report(RISING, reward={"first": None, "last": None}, steps=0)) == ["No optimizer step was taken."]
+    assert headline(report(RISING, reward={"first": None, "last": None}, steps=0)) == ["No optimizer step was made."]
 
 
 def test_a_straight_line_has_no_noise() -> None:

@@ -338,7 +338,7 @@ def test_a_tokenizer_that_is_not_the_runs_own_gives_no_texts(tmp_path: Path) -> 
     own = digests(tmp_path, chat_template="off")
     assert TokenTexts.of(view_of(tmp_path, digests=own)).there
     other = TokenTexts.of(view_of(tmp_path, digests={**own, "tokenizer": "0" * 64}))
-    assert not other.there and "is not the one the run was created with" in (other.why_not or "")
+    assert not other.there and "is not the one that the run was created with" in (other.why_not or "")
     assert other.completion([0]) is None and other.one_by_one([0]) == []
 
 

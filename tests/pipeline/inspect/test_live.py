@@ -263,7 +263,7 @@ def test_a_worker_that_fell_silent_is_marked() -> None:
 
 def test_a_broker_that_does_not_answer_is_said() -> None:
     _, records = begun()
-    assert "the broker does not respond (for 7 s)" in shown(view_of(records), outage_s=7.0)
+    assert "the broker has not responded for 7 s" in shown(view_of(records), outage_s=7.0)
 
 
 def test_time_to_go_follows_the_pace_of_the_last_steps() -> None:
@@ -396,7 +396,7 @@ def test_many_dead_letters_of_a_kind_take_a_few_lines(monkeypatch: pytest.Monkey
     live.close()
     lines = [line for line in out.getvalue().splitlines() if line.startswith("dead letter")]
     assert [line.partition(":")[0] for line in lines] == ["dead letter"] * 3 + ["dead letters"] * 2
-    assert lines[-1] == "dead letters: 100 of kind undecodable; the newest says: not Arrow"
+    assert lines[-1] == "dead letters: 100 of kind undecodable; the newest: not Arrow"
 
 
 def test_a_run_that_trains_on_few_of_its_groups_is_told_why_instead_of_who_is_slow() -> None:

@@ -232,7 +232,7 @@ def test_a_followed_status_ends_with_its_run(
         ends.result(30)
     assert "step 3/3" in capsys.readouterr().out
     assert cli.main(["status", run_id, "-f", "--json", "--bootstrap", broker]) == 2
-    assert "give either --follow or --json" in capsys.readouterr().err
+    assert "--follow and --json cannot be combined" in capsys.readouterr().err
     log.close()
 
 

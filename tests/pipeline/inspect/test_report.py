@@ -38,8 +38,8 @@ def test_a_report_of_a_run_whose_first_records_were_deleted_says_so_and_names_th
     assert found["gone"] == gone
     lines = " ".join(as_text(found, full=True).split())
     assert "and 3 more (--full)" in as_text(found)
-    assert "deleted the figures are of what is kept; groups that seem open or unused may have ended" in lines
-    assert gone[2] in lines and gone[3] not in lines and "and so in 2 partitions more" in lines
+    assert "deleted figures do not include deleted records; groups shown as open or unused may have ended" in lines
+    assert gone[2] in lines and gone[3] not in lines and "and in 2 more partitions" in lines
     assert "deleted" not in as_text(summarise(view))
 
 

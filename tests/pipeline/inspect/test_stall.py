@@ -67,7 +67,7 @@ def test_an_incomplete_group_names_the_silent_rollout_worker_that_owns_its_parti
     found = built.stuck(silent={"rollout-1": 305.0, "rollout-0": 0.4}, generated=Generated(samples=3, newest_s=CREATED_S))
     assert (found.stage, found.group) == ("rollout", 0)
     assert "group 0 (partition 0): prompt admitted 313 s ago, 3 of 4 samples there" in found.reason
-    assert "rollout-1 has been silent for 305 s (then: generating)" in found.reason
+    assert "rollout-1 has not reported for 305 s (last activity: generating)" in found.reason
     assert "rollout-0" not in found.reason
 
 
@@ -135,7 +135,7 @@ def test_a_partition_without_an_owner_is_named():
 
 
 def test_an_outage_is_named_before_anything_else():
-    assert Told().begun().prompts(2).stuck(outage_s=290.0).reason == "the broker does not respond for 290 s"
+    assert Told().begun().prompts(2).stuck(outage_s=290.0).reason == "the broker has not responded for 290 s"
 
 
 def test_what_the_launcher_knows_of_a_worker_goes_before_its_silence():

@@ -23,7 +23,7 @@ def test_groups_whose_rewards_are_all_zero_call_for_easier_prompts() -> None:
     (waste,) = wastes(view_of(*[("filtered", 0.0)] * 8, ("filtered", 1.0), ("scored", 0.5)))
     assert waste.status == "filtered"
     assert str(waste) == (
-        "90% of the groups are filtered, as equal rewards have no gradient (8 of 9 have the reward 0): "
+        "90% of the groups are filtered, because equal rewards give no gradient (8 of 9 have the reward 0): "
         "the task is too hard: use easier prompts, more samples per group, or a denser reward"
     )
 
@@ -62,6 +62,6 @@ def test_groups_of_truncated_samples_alone_call_for_longer_completions_where_tho
     view.record = RunRecord(run="r", status="running", config=config, info="{}", created_ns=0, updated_ns=0)
     (waste,) = wastes(view)
     assert waste.status == "truncated"
-    assert str(waste).startswith("100% of the groups are filtered, as every sample ran out of tokens") and "max_new_tokens" in waste.advice
+    assert str(waste).startswith("100% of the groups are filtered, because every sample is truncated") and "max_new_tokens" in waste.advice
     view.record = replace(view.record, config=config.replace("10", "11"))
     assert [waste.status for waste in wastes(view)] == ["filtered"]

@@ -44,7 +44,7 @@ def test_a_run_with_a_launcher_is_named_by_broker_stop_and_ended_by_stop(home: P
         assert launcher.stdout.readline() == "at work\n"
         assert attended_runs() == ["one"]
         assert cli.main(["broker", "stop"]) == FAILED
-        assert "the broker was not stopped: one at work; stop them with `penstock stop RUN`" in capsys.readouterr().err
+        assert "the broker was not stopped, because one is running: penstock stop RUN first" in capsys.readouterr().err
         assert cli.main(["stop", "one"]) == OK
         said = capsys.readouterr()
         assert "penstock run --resume one" in said.out
@@ -79,5 +79,5 @@ def test_looking_starts_no_broker(home: Path, capsys: pytest.CaptureFixture[str]
 def test_an_age_is_a_number_and_a_unit() -> None:
     assert [seconds(text) for text in ("7d", "12h", "30m")] == [604_800.0, 43_200.0, 1_800.0]
     for text in ("", "7", "d", "-1d", "7w"):
-        with pytest.raises(ConfigError, match="for example 7d"):
+        with pytest.raises(ConfigError, match="such as 7d"):
             seconds(text)

@@ -328,7 +328,7 @@ def test_init_plans_for_the_gpus_there_are(tmp_path: Path, monkeypatch: pytest.M
         (["--model", "model", "--data", "rows.jsonl", "--reward", "rew.py:rigth"], "did you mean 'right'?"),
         (["--model", "model", "--data", "odd.jsonl", "--reward", "exact_match"], "name one with --prompt-field"),
         (["--model", "model", "--data", "rows.jsonl", "--reward", "exact_match", "--prompt-field", "qestion"], "did you mean 'question'?"),
-        (["--model", "model", "--data", "rows.jsonl", "--reward", "exact_match", "-o", "rew.py"], "the file exists already"),
+        (["--model", "model", "--data", "rows.jsonl", "--reward", "exact_match", "-o", "rew.py"], "the file already exists"),
     ],
 )
 def test_init_refuses_in_one_line(

@@ -40,7 +40,7 @@ def test_a_state_that_is_good_again_moves_the_search_behind_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("good", "bad", "why"), [(30, 100, "--good 30: the test fails after 30 steps"), (0, 10, "--bad 10: the test passes")]
+    ("good", "bad", "why"), [(30, 100, "--good 30: the test already fails after 30 steps"), (0, 10, "--bad 10: the test passes")]
 )
 def test_ends_that_are_not_good_and_bad_are_refused(good: int, bad: int, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
@@ -90,12 +90,12 @@ def test_an_expression_is_over_metrics_of_evaluations_and_steps(text: str, passe
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("greedy_acuracy > 0.6", "greedy_acuracy is no metric of an evaluation or a step; did you mean 'greedy_accuracy'"),
-        ("greedy_accuracy > much", "'greedy_accuracy > much' is no comparison"),
-        ("greedy_accuracy > 0.6 and", "is no comparison"),
-        ("no-such-program --fast", "neither an expression such as 'greedy_accuracy > 0.6' nor a program"),
+        ("greedy_acuracy > 0.6", "greedy_acuracy is not a metric of an evaluation or a step; did you mean 'greedy_accuracy'"),
+        ("greedy_accuracy > much", "'greedy_accuracy > much' is not a comparison"),
+        ("greedy_accuracy > 0.6 and", "is not a comparison"),
+        ("no-such-program --fast", "expected a condition such as 'greedy_accuracy > 0.6', or a program"),
         ("'open", "No closing quotation"),
-        ("", "neither an expression"),
+        ("", "expected a condition"),
     ],
 )
 def test_a_test_that_is_neither_an_expression_nor_a_program_is_refused(text: str, why: str) -> None:

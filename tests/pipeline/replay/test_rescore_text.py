@@ -16,25 +16,25 @@ def report(*, now: str) -> dict[str, Any]:
     return {
         "run": "r",
         "reward": {"before": described("a" * 64), "after": described(now)},
-        "judged": 2,
+        "scored": 2,
         "groups": 3,
         "threshold": 0.5,
         "flips_up": 0,
         "flips_down": 0,
         "outcomes": {"scored -> scored": 2},
         "components": {},
-        "newly_judged": {"samples": 0, "mean_after": None},
+        "newly_scored": {"samples": 0, "mean_after": None},
         "written": None,
         **CHANGE,
         **lists,
-        "left_out": [{"group": 2, "before": None, "why": "it was abandoned"}],
+        "not_scored": [{"group": 2, "before": None, "why": "it was abandoned"}],
     }
 
 
 def test_a_reward_that_was_edited_under_the_same_name_is_told_apart_by_its_digest() -> None:
     page = as_page(report(now="b" * 64))
     assert "before  /home/me/rew.py:number (aaaaaaaa) x 1\n" in page
-    assert "after   /home/me/rew.py:number (bbbbbbbb) x 1; edited since the run was created\n" in page
+    assert "after   /home/me/rew.py:number (bbbbbbbb) x 1; the source was edited after the run was created\n" in page
     unchanged = as_page(report(now="a" * 64))
     assert "edited" not in unchanged and "(aaaaaaaa)" not in unchanged
 

@@ -46,11 +46,11 @@ def test_report_explain_and_replay_say_that_a_step_was_empty(masked_run: MaskedR
     log, run, _ = masked_run
     report = collect(log, run)
     assert report["empty_steps"] == 6
-    assert "6 of 6 steps had no trained token and left the weights as they were" in as_text(report)
+    assert "6 of 6 steps had no trained token and did not change the weights" in as_text(report)
     life = as_json.explain(log, run, 3, notify=lambda _: None)
     assert life["status"] == "trained"
-    assert {sample["trained"] for sample in life["samples"]} == {"out of tokens, algorithm.truncated = mask"}
-    assert "the step has no trained token: it left the weights as they were" in text.as_page(life)
+    assert {sample["trained"] for sample in life["samples"]} == {"truncated, and algorithm.truncated = mask"}
+    assert "the step has no trained token, so it did not change the weights" in text.as_page(life)
     recording, result = Recording.open(log, run), ReplayResult(run)
     replay(recording, ReplayRequest(), result=result, notify=lambda _: None)
     recording.close()

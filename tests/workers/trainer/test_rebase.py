@@ -145,8 +145,10 @@ def test_a_replay_crosses_a_rebase_by_the_checkpoint_that_was_made_there(
 
     result, said = replayed()
     assert (result.matching, result.first) == (6, None)
-    assert f"{run_id} was rebased after 3 steps: its checkpoint made then is used from here on" in said
+    assert f"{run_id} was rebased after 3 steps: continuing from the checkpoint of the rebase" in said
     shutil.rmtree(tmp_path / "kept")
     result, said = replayed()
     assert (result.matching, result.first and result.first["step"]) == (3, 3)
-    assert any("was rebased after 3 steps and its checkpoint cannot be used (it is not on this machine)" in line for line in said)
+    assert any(
+        "was rebased after 3 steps and the checkpoint of the rebase cannot be used (this machine does not have it)" in line for line in said
+    )

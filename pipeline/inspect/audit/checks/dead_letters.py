@@ -15,53 +15,52 @@ from penstock.topics.wire.record import RecordId
 
 @check("letters", "a dead letter carries the record that it names", dead_letters=lambda facts: len(facts.dead_letters))
 def true(facts: Facts) -> Iterator[Violation]:
-    """A dead letter names a record that exists and carries its bytes."""
     for fact in facts.dead_letters:
         if fact.kind == SKIPPED:
             continue  # a skipped offset range cannot be read
         body = facts.bodies.get(fact.about)
         if facts.deleted(fact.about):
             continue
-        if body is None and fact.about.topic != RUNS_TOPIC:  # the register is compacted: the record may be deleted
-            yield Violation(text=f"a dead letter about {fact.about}, where there is no record", where=fact.where)
+        if body is None and fact.about.topic != RUNS_TOPIC:  # the topic of all runs is compacted: the record may be deleted
+            yield Violation(text=f"a dead letter names {fact.about}, which has no record", where=fact.where)
         elif body is not None and body != fact.body:
-            yield Violation(text=f"a dead letter about {fact.about} carries other bytes than the record", where=fact.where)
+            yield Violation(text=f"a dead letter for {fact.about} contains other bytes than the record", where=fact.where)
 
 
 @check("letters-once", "no process writes two dead letters for a record", dead_letters=lambda facts: len(facts.dead_letters))
 def once(facts: Facts) -> Iterator[Violation]:
-    """One process writes one dead letter for a record; its successor may write another."""
+    """A restarted worker may write another dead letter for the same record."""
     firsts: dict[tuple[RecordId, str], DeadLetterFact] = {}
     if facts.truncated("metrics"):
         return  # the processes of a worker name are unknown
     for fact in facts.dead_letters:
         key = (fact.about, fact.worker)
         if key in firsts and _processes(facts, fact) < 2:
-            text = f"{fact.worker} has a dead letter for {fact.about} already, at {firsts[key].where}"
+            text = f"{fact.worker} already wrote a dead letter for {fact.about}, at {firsts[key].where}"
             yield Violation(text=text, where=fact.where)
         firsts.setdefault(key, fact)
 
 
 def _processes(facts: Facts, dead_letter: DeadLetterFact) -> int:
-    """Number of processes that had run under the writer's name by then."""
+    """Return the number of processes of this worker name that had started when the dead letter was written."""
     return sum(worker == dead_letter.worker and process.started_ns <= dead_letter.time_ns for (worker, _), process in facts.workers.items())
 
 
 @check("accounted", "an unusable record has its dead letter", unusable_records=lambda facts: len(facts.unusable))
 def accounted(facts: Facts) -> Iterator[Violation]:
-    """Every unusable record has its dead letter once its reader has read past it."""
+    """A missing dead letter is a violation only if the log proves that the reader has read past the record."""
     read_up_to: dict[tuple[str, int], int] = {}
     for record in unaccounted(facts):
         topic, partition, offset = record.where
         if (topic, partition) not in read_up_to:
             read_up_to[topic, partition] = _read_up_to(facts, topic, partition)
         if offset < read_up_to[topic, partition]:
-            text = f"cannot be used ({record.kind}: {record.reason}) and has no dead letter"
+            text = f"the record is unusable ({record.kind}: {record.reason}) and has no dead letter"
             yield Violation(text=text, group=record.group, where=record.where)
 
 
 def unaccounted(facts: Facts) -> list[Unusable]:
-    """Unusable records that repeat nothing and have no dead letter; none while the run is active."""
+    """Return unusable records that need a dead letter and have none; empty while the run is active."""
     if facts.closed is None:
         return []
     named = {fact.about for fact in facts.dead_letters} | replaced_chunks(facts)
@@ -70,7 +69,7 @@ def unaccounted(facts: Facts) -> list[Unusable]:
 
 
 def replaced_chunks(facts: Facts) -> set[RecordId]:
-    """Former offsets of chunks that were sent again: a later manifest of the version names their new ones."""
+    """Return the old offsets of chunks that were sent again; a later manifest of the version lists their new offsets."""
     listed, current = (
         {RecordId("weights", *position) for fact in manifests for position in weights.chunk_places(fact.manifest)}
         for manifests in (facts.manifests, facts.first_manifests().values())
@@ -79,7 +78,7 @@ def replaced_chunks(facts: Facts) -> set[RecordId]:
 
 
 def _dropped_unread(facts: Facts, record: Unusable) -> bool:
-    """True if its reader dropped it as a duplicate by its valid headers, or may have done so because the original may be deleted."""
+    """True if the reader dropped, or may have dropped, the record as a duplicate because of its headers, without decoding it."""
     topic, partition, offset = record.where
     if record.group is None:
         return False
@@ -90,7 +89,7 @@ def _dropped_unread(facts: Facts, record: Unusable) -> bool:
     unknown = (None, None, None, bool(facts.truncated("groups")))
     slot, sample_count, earlier, outcome_deleted = next(facts.rows(query, partition=partition, offset=offset, group=record.group), unknown)
     if topic == "groups":
-        # It is unknown which of two partitions was read first.
+        # The order in which two partitions were read is unknown.
         return bool(outcome_deleted if earlier is None else earlier)
     if topic == "rollouts":
         if sample_count == 0 or facts.value("SELECT coalesce(?, 0) < slot_limit('rollouts', ?)", slot, partition):
@@ -101,7 +100,7 @@ def _dropped_unread(facts: Facts, record: Unusable) -> bool:
 
 
 def _read_up_to(facts: Facts, topic: str, partition: int) -> int:
-    """The offset up to which the log proves that a partition was read; -1 if it proves none."""
+    """Return the highest offset of a partition that was read according to the log; -1 if the log proves none."""
     if topic in _READ_BY_GROUP:
         return int(facts.value(_READ_BY_GROUP[topic], partition))
     return max(_READ[topic](facts, partition), default=-1) if topic in _READ else -1
@@ -121,14 +120,14 @@ _READ_BY_GROUP = {
         AND EXISTS (SELECT 1 FROM decided d WHERE d.group_id = o.group_id)
     """,
 }
-"""Topic -> the newest record of a partition that was read, as the log proves: of prompts with samples, of samples in outcomes, and of
-outcomes that were trained or stale."""
+"""Topic -> query for the newest record of a partition that was certainly read: a prompt with samples, a sample in an outcome, an outcome
+that was trained or stale."""
 
 
 def _listed_weights(facts: Facts, partition: int) -> list[int]:
     """Offsets of the manifests' chunks; on partition 0, of the manifests except the last two."""
     if partition == 0:
-        # A round was trained since: the same reader read its groups, after this record.
+        # The trainer has trained a round since, whose groups it read after this record.
         return sorted(fact.where.offset for fact in facts.manifests)[:-2]
     # Before a manifest is written, the records between its chunks and the last version's are read.
     manifests = [fact.manifest for fact in facts.manifests]
@@ -137,19 +136,19 @@ def _listed_weights(facts: Facts, partition: int) -> list[int]:
 
 
 def _tracked_ledger(facts: Facts, _: int) -> list[int]:
-    """Offset of the closing entry if a tracker exited in order: it reads the ledger to its end."""
+    """Return the offset of the closing entry if a tracker exited normally, because it reads the ledger to its end."""
     closing = [fact.where.offset for fact in facts.entries if fact.entry.kind == "run-closed"]
     return closing if _tracker_end(facts) >= 0 else []
 
 
 def _tracked_metrics(facts: Facts, _: int) -> list[int]:
-    """Offsets of the other workers' last measurements before the tracker's own."""
+    """Return the offsets of the other workers' last measurements before the tracker's final one."""
     others = [worker.final for worker in facts.workers.values() if worker.role != "tracker" and worker.final is not None]
     return [offset for offset in others if offset < _tracker_end(facts)]
 
 
 def _tracker_end(facts: Facts) -> int:
-    """Offset of the final measurement of a tracker that exited in order; -1 if none did."""
+    """Return the offset of the final measurement of a tracker that exited normally; -1 if none did."""
     return max((worker.final or -1 for worker in facts.workers.values() if worker.role == "tracker"), default=-1)
 
 
@@ -158,6 +157,6 @@ _READ: Mapping[str, Callable[[Facts, int], list[int]]] = {
     "ledger": _tracked_ledger,
     "metrics": _tracked_metrics,
 }
-"""Topic -> offsets of a partition that were read, as the log proves."""
+"""Topic -> function that returns offsets of a partition that were certainly read."""
 
 CHECKS = (true, once, accounted)

@@ -12,7 +12,7 @@ from penstock.topics.wire.record import RecordId
 
 @check("one-outcome", "one outcome a group, all parts of it", outcomes="SELECT count(*) FROM outcomes")
 def one_outcome(facts: Facts) -> Iterator[Violation]:
-    """A group has one outcome, complete with all its parts; identical repetitions are duplicates."""
+    """Identical repetitions of an outcome are duplicates, not violations."""
     query = """
         SELECT group_id, o.body = outcome_body, l.outcome, outcome_partition, outcome_offset, o.partition, o.offset
         FROM outcomes o JOIN lifecycles l USING (group_id)
@@ -33,7 +33,6 @@ _HAS_OUTCOME = "SELECT 1 FROM outcomes WHERE group_id = ?"
 
 @check("group-place", "an outcome is in its prompt's partition and repeats the prompt", outcomes="SELECT count(*) FROM outcomes")
 def partition(facts: Facts) -> Iterator[Violation]:
-    """An outcome is in its prompt's partition and repeats the prompt's fields."""
     # The check one-status reports outcomes without a prompt.
     query = """
         SELECT group_id, o.partition, o.offset, l.partition, l.offset, o.prompt_hash != l.prompt_hash
@@ -43,14 +42,14 @@ def partition(facts: Facts) -> Iterator[Violation]:
     for group, partition, offset, *prompt, differs in facts.rows(query):
         violation, where = partial(Violation, group=group, where=RecordId("groups", partition, offset)), RecordId("prompts", *prompt)
         if where.partition != partition:
-            yield violation(text=f"its prompt is at {where}, in another partition")
+            yield violation(text=f"the group's prompt is in another partition, at {where}")
         if differs:
             yield violation(text=f"prompt, slot, version or row differ from the prompt at {where}")
 
 
 @check("group-samples", "an outcome holds the first K samples as first recorded", samples=COUNTED)
 def samples(facts: Facts) -> Iterator[Violation]:
-    """An outcome holds the first K samples in `rollouts`, each as its first record; a failed or abandoned group holds none."""
+    """A failed or abandoned group must have no samples in its outcome."""
     query = """
         SELECT group_id, o.partition, o.offset, o.outcome, numbers, expected, absent, differing, coalesce(l.partition, o.partition),
             coalesce(slot, 0) < slot_limit('rollouts', coalesce(l.partition, o.partition))
@@ -66,7 +65,7 @@ def samples(facts: Facts) -> Iterator[Violation]:
         if deleted:
             continue  # the first record of each may have been deleted
         for number in json.loads(absent):
-            yield violation(text=f"sample {number} is missing in rollouts/{place}")
+            yield violation(text=f"sample {number} is not in rollouts/{place}")
         for number in json.loads(differing):
             first = "SELECT offset FROM samples WHERE group_id = ? AND partition = ? AND sample = ? AND kind = 'first'"
             where = RecordId("rollouts", place, facts.value(first, group, place, number))
@@ -75,7 +74,7 @@ def samples(facts: Facts) -> Iterator[Violation]:
 
 @check("one-status", "every admitted group has exactly one final status", groups=PROMPTS)
 def one_status(facts: Facts) -> Iterator[Violation]:
-    """Each admitted group is trained, filtered, stale, failed, abandoned or unused; no other group has a final status."""
+    """A group that was never admitted must have no final status."""
     query = """
         SELECT group_id, slot IS NULL, step, stale, outcome, outcome_partition, outcome_offset, outcome_deleted FROM lifecycles
         WHERE slot IS NULL OR step IS NOT NULL OR stale IS NOT NULL ORDER BY group_id
@@ -86,11 +85,12 @@ def one_status(facts: Facts) -> Iterator[Violation]:
         statuses += [f"stale in ledger entry {stale}"] if stale is not None else []
         statuses += [outcome] if outcome in DROPS else []
         if absent and group >= facts.prompts_below:
-            yield Violation(text=f"was never admitted and is {', '.join(statuses) or outcome}", group=group, step=step, where=where)
+            text = f"the group was never admitted, but is {', '.join(statuses) or outcome}"
+            yield Violation(text=text, group=group, step=step, where=where)
         elif len(statuses) > 1:
             yield Violation(text=f"has {len(statuses)} final statuses: {', '.join(statuses)}", group=group, step=step, where=where)
         elif statuses and outcome is None and not outcome_deleted:
-            yield Violation(text=f"is {statuses[0]} without an outcome in groups", group=group, step=step)
+            yield Violation(text=f"the group is {statuses[0]} without an outcome in groups", group=group, step=step)
 
 
 @check(
@@ -99,13 +99,13 @@ def one_status(facts: Facts) -> Iterator[Violation]:
     groups=lambda facts: sum(len(numbers) for origin in facts.terms.regraded for numbers in origin.groups),
 )
 def regraded(facts: Facts) -> Iterator[Violation]:
-    """A regraded group names its parent run, no other group names one, and the regraded steps train those groups and no other."""
+    """Groups that are not regraded must name no parent run."""
     terms, any_regraded = facts.terms, bool(facts.terms.regraded)
     query = "SELECT group_id, partition, offset, parent FROM outcomes WHERE parent IS NOT NULL OR ? ORDER BY rowid"
     for group, *where, parent in facts.rows(query, any_regraded):
         origin = terms.regraded_from(group)
         if parent != (expected := origin.parent if origin else None):
-            text = f"its record names {parent or 'no run'} as its parent, expected {expected or 'none'}"
+            text = f"the record names {parent or 'no run'} as parent run, expected {expected or 'none'}"
             yield Violation(text=text, group=group, where=RecordId("groups", *where))
     trained = "SELECT group_id, step FROM lifecycles WHERE step IS NOT NULL AND ? ORDER BY step, group_id"
     for group, step in facts.rows(trained, any_regraded):
@@ -116,9 +116,9 @@ def regraded(facts: Facts) -> Iterator[Violation]:
 
 
 def group_statuses(facts: Facts) -> dict[str, int]:
-    """Final status -> number of admitted groups; those without one are `unused` once the run is closed and `open` before.
+    """Return final status -> number of admitted groups. Without a final status, a group is `open`, or `unused` if the run is closed.
 
-    `gone`: the final status may have been deleted.
+    `gone` counts groups whose final status may have been deleted.
     """
     unfinished = "open" if facts.closed is None else "unused"
     query = f"""
@@ -141,7 +141,7 @@ def turns(facts: Facts) -> Iterator[Violation]:
 @check("broken-environments", "no outcome holds a sample whose environment broke", samples=COUNTED)
 def broken(facts: Facts) -> Iterator[Violation]:
     """A sample whose environment broke is in no outcome."""
-    # If the counted sample may have been deleted, the one in the log may be its repetition.
+    # If earlier records may have been deleted, the sample in the log may be a repetition of the one that counts.
     query = """
         SELECT group_id, sample, broken, o.partition, o.offset
         FROM (SELECT * FROM samples WHERE broken IS NOT NULL AND kind = 'first') s
@@ -149,7 +149,7 @@ def broken(facts: Facts) -> Iterator[Violation]:
         WHERE n.value = sample AND coalesce(slot, 0) >= slot_limit('rollouts', o.partition) ORDER BY o.rowid, n.key
     """
     for group, sample, why, *where in facts.rows(query):
-        text = f"sample {sample} counts, though its environment broke: {why[:120]}"
+        text = f"sample {sample} is in the outcome although its environment broke: {why[:120]}"
         yield Violation(text=text, group=group, where=RecordId("groups", *where))
 
 
@@ -159,7 +159,7 @@ def broken(facts: Facts) -> Iterator[Violation]:
     turns=lambda facts: facts.value("SELECT count(*) FROM turns") if _has_turns(facts) else 0,
 )
 def replied_turns(facts: Facts) -> Iterator[Violation]:
-    """Every policy turn must match a recorded reply: same group, sample, context and tokens."""
+    """A policy turn matches a recorded reply with the same group, sample, context and tokens."""
     query = """
         SELECT group_id, sample, number, partition, offset FROM turns t WHERE NOT EXISTS (
             SELECT 1 FROM replies r WHERE (r.group_id, r.sample, r.context, r.tokens) = (t.group_id, t.sample, t.context, t.tokens)
@@ -182,12 +182,12 @@ def requested(facts: Facts) -> Iterator[Violation]:
         WHERE (group_id, sample, turn, attempt, context) NOT IN (SELECT * FROM calls) ORDER BY rowid
     """
     for group, sample, turn, attempt, *where in () if facts.truncated("calls") else facts.rows(query):
-        text = f"a reply to turn {turn} of sample {sample}, attempt {attempt}, which is in no call"
+        text = f"the reply to turn {turn} of sample {sample}, attempt {attempt}, has no call"
         yield Violation(text=text, group=group, where=RecordId("replies", *where))
 
 
 def _has_turns(facts: Facts) -> bool:
-    """False for an archive, which has no calls and replies, and after retention deleted them."""
+    """True if calls or replies are recorded. Archives do not contain them, and retention may have deleted them."""
     recorded = facts.value("SELECT EXISTS (SELECT 1 FROM replies) OR EXISTS (SELECT 1 FROM calls)")
     return bool(recorded) and not facts.truncated("replies")
 

@@ -18,7 +18,6 @@ def _planned(facts: Facts) -> int:
 
 @check("ledger-order", "entries without gap, run-opened first, run-closed last", entries=lambda facts: len(facts.entries))
 def order(facts: Facts) -> Iterator[Violation]:
-    """Entries are numbered without gaps or repetitions; run-opened comes first, run-closed last, each once."""
     for number, fact in enumerate(facts.entries):
         before = facts.entries[number - 1].entry.seq if number else -1
         entry = fact.entry
@@ -28,13 +27,13 @@ def order(facts: Facts) -> Iterator[Violation]:
             expected = "run-opened comes first and once" if number else "the first entry is not run-opened"
             yield Violation(text=f"{entry.kind} is entry {entry.seq}: {expected}", where=fact.where)
         if entry.kind == "run-closed" and number != len(facts.entries) - 1:
-            yield Violation(text=f"run-closed is entry {entry.seq}, others follow", where=fact.where)
+            yield Violation(text=f"run-closed is entry {entry.seq}, but is not the last entry", where=fact.where)
         if entry.kind == "run-opened" and facts.records:
             details = as_object(entry.details)
             if (details.get("config"), details.get("info")) not in facts.records:
-                yield Violation(text="the configuration and info of run-opened are in no record of the topic run", where=fact.where)
+                yield Violation(text="no record of the topic run has the configuration and info of run-opened", where=fact.where)
     if facts.closed is None and facts.status in ("finished", "failed") and facts.entries:
-        text = f"the register of runs says {facts.status}, the ledger has no run-closed"
+        text = f"the run is registered as {facts.status}, but the ledger has no run-closed"
         yield Violation(text=text, where=facts.entries[-1].where)
 
 
@@ -44,11 +43,11 @@ def order(facts: Facts) -> Iterator[Violation]:
     entries=lambda facts: sum(fact.entry.previous is not None for fact in facts.entries),
 )
 def chain(facts: Facts) -> Iterator[Violation]:
-    """Each entry has the digest of its predecessor; only entries of earlier releases, before all others, have none."""
+    """Only entries of earlier releases, before all others, may lack the digest of their predecessor."""
     for before, fact in zip((None, *facts.entries), facts.entries, strict=False):
         previous, expected = fact.entry.previous, before.sha256 if before and (fact.entry.previous or before.entry.previous) else None
         if previous != expected:
-            text = f"entry {fact.entry.seq} follows an entry with SHA-256 {_short(previous)}, the one before it has {_short(expected)}"
+            text = f"entry {fact.entry.seq} names {_short(previous)} as SHA-256 of its predecessor, which has {_short(expected)}"
             yield Violation(text=text, step=fact.entry.step, where=before.where if before else fact.where)
 
 
@@ -62,7 +61,7 @@ def _short(sha256: str | None) -> str:
     evaluations=lambda facts: sum(1 for _ in _listed_evaluations(facts)),
 )
 def evaluations(facts: Facts) -> Iterator[Violation]:
-    """An evaluation that an entry lists is in `metrics`; one that is missing entirely may have been lost with its worker."""
+    """An evaluation of which `metrics` has no record at all is no violation: it may have been lost with its worker."""
     recorded = {evaluation.version for evaluation in facts.evaluations.values()}
     for fact, sha256, version in _listed_evaluations(facts):
         actual = facts.evaluations.get(sha256)
@@ -78,7 +77,6 @@ def _listed_evaluations(facts: Facts) -> Iterator[tuple[EntryFact, str, int]]:
 
 @check("step-numbers", "steps 0 to n-1 once each, of U groups, under version floor(step / S)", steps=lambda facts: _kinds(facts)["step"])
 def numbers(facts: Facts) -> Iterator[Violation]:
-    """Steps are 0 to n - 1, each once, of U groups, under version floor(step / S)."""
     terms = facts.terms
     most = ANY if facts.truncated("rollouts") else facts.most_sequences
     for number, fact in enumerate(facts.steps()):
@@ -87,44 +85,42 @@ def numbers(facts: Facts) -> Iterator[Violation]:
         if entry.step != number:
             yield violation(text=f"step {entry.step}, expected step {number}")
         if fact.planned != terms.prompts_per_step:
-            yield violation(text=f"{fact.planned} groups, a step has {terms.prompts_per_step}")
+            yield violation(text=f"the step has {fact.planned} groups, expected {terms.prompts_per_step}")
         if entry.version != (learner := terms.learner_version(entry.step or 0)):
-            yield violation(text=f"trained version {entry.version}, step {entry.step} belongs to version {learner}")
+            yield violation(text=f"step {entry.step} started from version {entry.version}, expected {learner}")
         ends, samples = entry.boundaries, fact.planned * terms.samples_per_prompt * most
         if any(low >= high for low, high in zip((0, *ends), ends, strict=False)) or max(ends, default=0) > samples:
             yield violation(text=f"micro-batches end at {list(ends)[:8]} of {samples} samples")
         if number >= terms.steps:
-            yield violation(text=f"step {entry.step} of a run of {terms.steps}")
+            yield violation(text=f"step {entry.step} is beyond the {terms.steps} steps of the run")
     closed = facts.closed
     if closed is not None and closed.step != len(facts.steps()):
-        yield Violation(text=f"closed after {closed.step} steps, the ledger has {len(facts.steps())}", step=closed.step)
+        yield Violation(text=f"the run was closed after {closed.step} steps, the ledger has {len(facts.steps())}", step=closed.step)
 
 
 @check(
     "ledger-end", "the ledger reaches what measurements, checkpoints and metrics.jsonl have seen", anchors=lambda facts: len(facts.anchors)
 )
 def reached(facts: Facts) -> Iterator[Violation]:
-    """The ledger contains every step that has evidence elsewhere."""
     done, last = len(facts.steps()), facts.entries[-1].where if facts.entries else None
     for anchor in facts.anchors:
         if anchor.steps > done:
-            text = f"the ledger ends after {done} steps, {anchor.name} has seen {anchor.steps}: its last entries are gone"
+            text = f"the ledger ends after {done} steps, but {anchor.name} shows {anchor.steps}: the last entries are missing"
             yield Violation(text=text, step=done, where=last)
 
 
 @check("trained-once", "every trained group is in exactly one step", groups=_planned)
 def trained_once(facts: Facts) -> Iterator[Violation]:
-    """No group is in two steps, or twice in one."""
     query = f"""
         SELECT entry, group_id, l.step FROM decided d JOIN lifecycles l USING (group_id)
         WHERE kind = 'step' AND NOT {_FIRST} ORDER BY d.rowid
     """
     for entry, group, first in facts.rows(query):
-        yield _violation(facts, entry, group)(text=f"group {group} was trained in step {first} already")
+        yield _violation(facts, entry, group)(text=f"group {group} was already trained in step {first}")
 
 
 _FIRST = "d.rowid = (SELECT min(rowid) FROM decided WHERE group_id = d.group_id AND kind = 'step')"
-"""Condition on a planned group `d`: no earlier plan has it."""
+"""SQL condition on a planned group `d`: no earlier plan contains the group."""
 
 
 @check(
@@ -133,7 +129,7 @@ _FIRST = "d.rowid = (SELECT min(rowid) FROM decided WHERE group_id = d.group_id 
     groups=lambda facts: _planned(facts) if facts.terms.order == "submission" else 0,
 )
 def submission(facts: Facts) -> Iterator[Violation]:
-    """Under `submission` order a plan takes the lowest group that is neither trained nor dropped."""
+    """With `schedule.order = submission`, a plan takes the lowest group that is neither trained nor dropped."""
     if facts.terms.order != "submission":
         return
     admitted = facts.rows(f"SELECT group_id, stale, {DROPPED} FROM lifecycles WHERE slot IS NOT NULL ORDER BY group_id")
@@ -148,13 +144,12 @@ def submission(facts: Facts) -> Iterator[Violation]:
             skipped, stale, dropped = following
             following = next(admitted, None)
             if skipped < group and not dropped and (stale is None or stale >= seq):
-                yield violation(text=f"group {skipped}, which was not dropped, was skipped for group {group}")
+                yield violation(text=f"group {group} was trained before group {skipped}, which was not dropped")
         reached = group
 
 
 @check("plans", "offsets and SHA-256 of plans exist and match their groups", groups=_planned)
 def plans(facts: Facts) -> Iterator[Violation]:
-    """Every group of a plan is at the offset the plan names, with the digest it names."""
     query = """
         SELECT entry, d.group_id, d.partition, d.offset, d.body, o.group_id, o.body
         FROM decided d LEFT JOIN outcomes o ON o.partition = d.partition AND o.offset = d.offset
@@ -164,11 +159,11 @@ def plans(facts: Facts) -> Iterator[Violation]:
     for entry, group, partition, offset, planned, other, body in facts.rows(query):
         where, violation = RecordId("groups", partition, offset), _violation(facts, entry, group)
         if other is None:
-            yield violation(text=f"no group starts at {where}")
+            yield violation(text=f"the planned record {where} is not the first part of this group")
         elif other != group:
             yield violation(text=f"group {other} is at {where}")
         else:
-            yield violation(text=f"the group at {where} has SHA-256 {body.hex()[:16]}…, planned was {planned.hex()[:16]}…")
+            yield violation(text=f"the group at {where} has SHA-256 {body.hex()[:16]}…, the plan has {planned.hex()[:16]}…")
 
 
 @check(
@@ -177,7 +172,6 @@ def plans(facts: Facts) -> Iterator[Violation]:
     groups=lambda facts: _planned(facts) + facts.value("SELECT count(DISTINCT group_id) FROM decided WHERE kind = 'stale'"),
 )
 def lag(facts: Facts) -> Iterator[Violation]:
-    """Nothing older than max_lag is trained, and nothing within it is listed as stale."""
     terms = facts.terms
     # Groups without an outcome or samples are reported by plans and one-status.
     query = """
@@ -193,7 +187,7 @@ def lag(facts: Facts) -> Iterator[Violation]:
 
 
 def _violation(facts: Facts, entry: int, group: int) -> Callable[..., Violation]:
-    """Violation of a ledger entry about one of its groups."""
+    """Return a constructor of violations about one group of a ledger entry."""
     return partial(Violation, group=group, step=facts.entries[entry].entry.step, where=facts.entries[entry].where)
 
 

@@ -16,7 +16,7 @@ def _chunks(facts: Facts) -> int:
 
 @check("version-numbers", "versions 0 to n, one manifest each, written with its entry", versions=lambda facts: len(facts.manifests))
 def numbers(facts: Facts) -> Iterator[Violation]:
-    """Versions are 0 to n, each with one manifest and one entry of the ledger, after the step that completes it."""
+    """A version's ledger entry must also follow the step that completes the version."""
     manifests, entries = facts.first_manifests(), dict[int, EntryFact]()
     done = 0
     for fact in facts.entries:
@@ -29,42 +29,41 @@ def numbers(facts: Facts) -> Iterator[Violation]:
     if facts.closed is not None:
         newest = facts.terms.newest_version(done)
         for version in sorted(set(range(newest + 1)) - set(entries)):
-            yield Violation(text=f"version {version} was never published, {done} steps make {newest} versions", version=version)
+            yield Violation(text=f"version {version} was never published, although {done} steps require version {newest}", version=version)
 
 
 def _entry_flaws(
     facts: Facts, manifests: Mapping[int, ManifestFact], entry: Entry, entries: Mapping[int, EntryFact], *, done: int
 ) -> Iterator[str]:
-    """The flaws of a version's entry that follows `entries` and this many committed steps."""
+    """Yield what is wrong with a version's ledger entry, which follows `entries` and `done` committed steps."""
     version, belongs = entry.version or 0, facts.terms.step_of(entry.version or 0)
     if version in entries:
-        yield f"version {version} was published in entry {entries[version].entry.seq} already"
+        yield f"version {version} was already published in entry {entries[version].entry.seq}"
     elif version != len(entries):
         yield f"version {version} follows version {len(entries) - 1}"
     if entry.step != belongs or done < belongs:
-        yield f"version {version} came at step {entry.step} with {done} steps committed, it belongs to step {belongs}"
+        yield f"version {version} was published at step {entry.step} with {done} steps committed, expected step {belongs}"
     manifest = manifests.get(version)
     if manifest is None:
         if version >= facts.versions_below:
-            yield f"version {version} has an entry in the ledger and no manifest"
+            yield f"version {version} has a ledger entry but no manifest"
     elif manifest.manifest.step != entry.step:
-        yield f"the manifest of version {version} has step {manifest.manifest.step}"
+        yield f"the manifest of version {version} names step {manifest.manifest.step}, the ledger entry step {entry.step}"
 
 
 def _manifest_flaws(facts: Facts, entries: Mapping[int, EntryFact]) -> Iterator[Violation]:
-    """Manifests that are in the log twice or have no entry."""
+    """Yield manifests that are in the log twice or have no ledger entry."""
     manifests, newest = facts.first_manifests(), max(entries, default=-1)
     for fact in facts.manifests:
         version, violation = fact.manifest.version, partial(Violation, version=fact.manifest.version, where=fact.where)
         if fact.manifest.digest != manifests[version].manifest.digest:
             yield violation(text=f"version {version} has another manifest at {manifests[version].where}")
         elif version not in entries and (facts.closed is not None or version < newest):
-            yield violation(text=f"the manifest of version {version} has no entry in the ledger")
+            yield violation(text=f"the manifest of version {version} has no ledger entry")
 
 
 @check("chunks", "chunks are at the offsets of their manifest, with its size and SHA-256", chunks=_chunks)
 def chunks(facts: Facts) -> Iterator[Violation]:
-    """Every chunk of a manifest is at the offset it names, with the size and SHA-256 it names."""
     for version, fact in sorted(facts.first_manifests().items()):
         manifest = fact.manifest
         listed = zip(manifest.chunk_partitions, manifest.chunk_offsets, manifest.chunk_sizes, manifest.chunk_sha256, strict=True)
@@ -88,7 +87,7 @@ def chunks(facts: Facts) -> Iterator[Violation]:
     versions=lambda facts: sum(version.digest is not None for version in facts.recomputed.values()),
 )
 def digests(facts: Facts) -> Iterator[Violation]:
-    """The digest recomputed from a version's chunks is the one of manifest and ledger; the chain of base versions ends at a full one."""
+    """The base versions of a delta must also lead to a full snapshot."""
     manifests, broken = facts.first_manifests(), {violation.version for violation in chunks.rule(facts)}
     for version, fact in sorted(manifests.items()):
         recomputed = None if version in broken else facts.recomputed.get(version)
@@ -97,7 +96,7 @@ def digests(facts: Facts) -> Iterator[Violation]:
                 yield Violation(text=text, version=version, where=fact.where)
     for entry, where in [(fact.entry, fact.where) for fact in facts.entries]:
         if entry.kind == "version" and entry.version in manifests and entry.digest != manifests[entry.version].manifest.digest:
-            text = f"the ledger's digest of version {entry.version} is not its manifest's"
+            text = f"ledger and manifest of version {entry.version} have different digests"
             yield Violation(text=text, version=entry.version, where=where)
 
 
@@ -105,16 +104,16 @@ def _digest_flaw(manifest: Manifest, recomputed: Recomputed | None) -> str | Non
     if recomputed is None:
         return None
     if recomputed.problem is not None:
-        return f"version {manifest.version} cannot be assembled: {recomputed.problem}"
+        return f"the weights of version {manifest.version} cannot be assembled: {recomputed.problem}"
     if recomputed.digest not in (None, manifest.digest):
-        return f"its tensors have digest {(recomputed.digest or '')[:16]}…, expected {manifest.digest[:16]}… of the manifest"
+        return f"the tensors have digest {(recomputed.digest or '')[:16]}…, the manifest has {manifest.digest[:16]}…"
     return None
 
 
 def _base_flaws(manifest: Manifest, manifests: Container[int], versions_below: int) -> Iterator[str]:
     base = manifest.base_version
     if base is not None and not (base < manifest.version and (base in manifests or base < versions_below)):
-        yield f"version {manifest.version} is to be applied to version {base}, which is not before it"
+        yield f"version {manifest.version} has base version {base}, which is not an earlier version"
     if (base is None) != (manifest.encoding == "full"):
         yield f"encoding {manifest.encoding} with base version {base}"
 
@@ -125,7 +124,7 @@ def _base_flaws(manifest: Manifest, manifests: Container[int], versions_below: i
     entries=lambda facts: sum(fact.entry.kind in ("step", "checkpoint", "run-closed") for fact in facts.entries),
 )
 def ends(facts: Facts) -> Iterator[Violation]:
-    """Steps, checkpoints and the closing entry have the digest of the version that was published at their step, or of a rebase there."""
+    """After a rebase at a step, the digest of the rebase is valid too."""
     versions = [fact.entry for fact in facts.entries if fact.entry.kind == "version"]
     published = {version.step or 0: version for version in versions}
     manifests = {fact.manifest.step: fact.manifest for fact in facts.first_manifests().values()}
@@ -147,9 +146,9 @@ def ends(facts: Facts) -> Iterator[Violation]:
 
 
 def _checkpoint_flaw(entry: Entry, version: Entry | None, *, done: int) -> str | None:
-    """The flaw of a checkpoint's entry, if any; `version` was published at its step."""
+    """Return what is wrong with a checkpoint's entry, or None; `version` is the one published at the checkpoint's step."""
     if (entry.step or 0) > done:
-        return f"a checkpoint of step {entry.step} when {done} steps were committed"
+        return f"a checkpoint names step {entry.step}, but {done} steps were committed"
     if version is None or version.digest is None:
         return None
     if entry.digest not in (None, version.digest):
@@ -160,17 +159,17 @@ def _checkpoint_flaw(entry: Entry, version: Entry | None, *, done: int) -> str |
 
 
 def _step_flaw(entry: Entry, manifest: Manifest | None) -> str | None:
-    """The flaw of a step's digest, if any; `manifest` is of the version after it."""
+    """Return what is wrong with a step's digest, or None; `manifest` is that of the version after the step."""
     if manifest is None or entry.digest in (None, manifest.digest):
         return None
-    return f"step {entry.step} ended in another digest than version {manifest.version}"
+    return f"the weights digest of step {entry.step} differs from that of version {manifest.version}"
 
 
 def _closing_flaw(entry: Entry, newest: list[Entry]) -> str | None:
-    """The flaw of the closing entry's digest, if any; `newest` is the last version, if there is one."""
+    """Return what is wrong with the closing entry's digest, or None; `newest` has the last version, if there is one."""
     if entry.kind != "run-closed" or all(entry.digest == version.digest for version in newest):
         return None
-    return f"the run was closed with another digest than that of version {newest[0].version}"
+    return f"the closing entry has another weights digest than version {newest[0].version}"
 
 
 CHECKS = (numbers, chunks, digests, ends)

@@ -40,7 +40,7 @@ def test_a_run_without_control_topics_gets_them_signed_or_not_and_its_writers_ta
             WriterLease(log=log, run=RUN, writer=role, token=new_token()).acquire()
         assert "\n" not in str(refused.value)
     topics.adopt(RUN, yes=True)
-    assert ("is signed already and has its topics" in capsys.readouterr().out) == signed
+    assert ("is already signed" in capsys.readouterr().out) == signed
     topics.adopt(RUN)
     assert registration(log, RUN).signed
     for role in ("launcher", "feeder", "scorer-0", "trainer"):
