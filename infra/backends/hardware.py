@@ -1,4 +1,4 @@
-"""This machine: processor, NVIDIA GPUs and driver; peak FLOP/s of devices, and FLOPs of training a model for its utilisation (MFU).
+"""This machine: processor, memory, NVIDIA GPUs and driver; peak FLOP/s of devices, and FLOPs of training a model for its utilisation (MFU).
 
 FLOPs are what the model needs, as in PaLM (arXiv 2204.02311, appendix B): no padding and no recomputation.
 
@@ -7,11 +7,12 @@ FLOPs are what the model needs, as in PaLM (arXiv 2204.02311, appendix B): no pa
 """
 
 import ctypes
+import math
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -20,6 +21,7 @@ from typing import Any
 
 from penstock.infra.errors import ConfigError
 
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})
 """Linux's names of instructions that multiply bfloat16: AVX512-BF16, AMX, AVX-NE-CONVERT; on ARM bf16."""
 
@@ -29,15 +31,61 @@ class Cpu:
     """A machine's processor."""
 
     cores: int
-    """Cores that this process may use."""
+    """Cores that this process may use: those of its CPU affinity, and no more than its cgroups' quota."""
     bfloat16: bool
     """True if it has instructions that multiply bfloat16; without them bfloat16 is slower than float32."""
     vendor: str = "unknown"
     """Libraries choose their matrix multiplication by it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of memory of a process: the machine's, or what a limit of its container or Slurm job leaves of them."""
+
+    total: int
+    available: int
+    """Without those that others use; files that the system has cached are available."""
+
+
+def this_memory() -> Memory:
+    import psutil
+
+    machine = psutil.virtual_memory()
+    total, available = machine.total, machine.available
+    for folder in _cgroups("memory"):
+        limit, used = _words(folder, "memory.max", "memory.limit_in_bytes"), _words(folder, "memory.current", "memory.usage_in_bytes")
+        if used and limit and limit[0].isdecimal():
+            words = _words(folder, "memory.stat")
+            usage = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+            cached = usage.get("total_inactive_file", usage.get("inactive_file", 0))
+            total, available = min(total, int(limit[0])), min(available, max(0, int(limit[0]) - int(used[0]) + cached))
+    return Memory(total=total, available=available)
+
+
+def _cgroups(controller: str) -> Iterator[Path]:
+    """Folders of this process's cgroups with this controller, from its own to the root, in either version of cgroups.
+
+    If a container has no namespace of cgroups, only the root exists of the folders that the kernel names: it is the container's own.
+    """
+    for line in OWN_CGROUPS.read_text(encoding="utf-8").splitlines() if OWN_CGROUPS.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            root = CGROUPS / controller if controllers else CGROUPS
+            own = root / path.lstrip("/")
+            yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(root))
+
+
+def _words(folder: Path, *names: str) -> list[str]:
+    """The words of those files that exist."""
+    return [word for name in names if (folder / name).is_file() for word in (folder / name).read_text(encoding="utf-8").split()]
+
+
 def this_cpu() -> Cpu:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder in _cgroups("cpu"):
+        with suppress(ValueError):  # "max" if there is no limit
+            quota, period = map(int, _words(folder, "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"))
+            cores = min(cores, math.ceil(quota / period)) if quota > 0 else cores
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -17,6 +17,7 @@ from typing import Literal
 
 import psutil
 
+from penstock.infra.backends.hardware import this_memory
 from penstock.infra.errors import ConfigError, PenstockError
 from penstock.infra.paths import IMPORT_ROOT, state_path
 
@@ -145,7 +146,7 @@ class Lifeline:
 def keeper_of(command: Sequence[str], rules: ChildRules, lifeline: Lifeline) -> list[str]:
     """The keeper's command line that runs `command` by these rules. Raises `ConfigError` if this machine lacks the isolation."""
     isolation = chosen_isolation(rules)
-    memory_gb = _machine_gb() / 2 if rules.memory_gb is None else rules.memory_gb
+    memory_gb = this_memory().total / 2e9 if rules.memory_gb is None else rules.memory_gb
     settings = (lifeline.theirs.fileno(), rules.section, memory_gb, rules.max_processes, rules.file_gb, isolation)
     return [*KEEPER, *map(str, settings), *(bwrap_command(rules) if isolation == "bwrap" else ()), *command]
 
@@ -199,13 +200,6 @@ def kill_stopped(pid: int) -> None:
         keeper = psutil.Process(pid)
         if keeper.status() == psutil.STATUS_STOPPED:
             keeper.kill()
-
-
-def _machine_gb() -> float:
-    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError):  # "max" if the container has no limit
-        size = min(size, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
-    return size / 1e9
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 import importlib.util
 import io
-import os
 import resource
 import shutil
 import socket
@@ -16,11 +15,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from penstock.infra.backends.hardware import DRIVER_FILE, driver_problem, driver_version, library_cuda, visible_gpus
+from penstock.infra.backends.hardware import DRIVER_FILE, driver_problem, driver_version, library_cuda, this_cpu, this_memory, visible_gpus
 from penstock.infra.backends.registry import BACKENDS
 from penstock.infra.broker import embedded
 from penstock.infra.broker.process import find_java, maven_cache, read_pins
@@ -261,12 +259,12 @@ def _state() -> Finding:
 
 
 def _memory() -> Finding:
-    free = psutil.virtual_memory().available / 2**30
+    free = this_memory().available / 2**30
     return _finding("memory", free >= MIN_MEMORY_GIB, f"{free:.1f} GiB free", f"free memory: the demo needs {MIN_MEMORY_GIB:.0f} GiB")
 
 
 def _cores() -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = this_cpu().cores
     return _finding("cores", cores >= 2, str(cores), "use at least 2: with one core the workers wait for each other")
 
 

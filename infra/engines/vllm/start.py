@@ -20,9 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from penstock.infra.backends.hardware import visible_gpus
+from penstock.infra.backends.hardware import this_memory, visible_gpus
 from penstock.infra.engines.base import EngineSettings
 from penstock.infra.engines.packages import left_out
 from penstock.infra.engines.vllm import private
@@ -217,7 +215,7 @@ def _cpu_defaults(settings: EngineSettings, *, geometry: Geometry, length: int |
         sequence = geometry.kv_bytes(length, item_bytes=ITEM_BYTES[settings.dtype], block_tokens=user.get("block_size", CPU_BLOCK_TOKENS))
         if sequence is not None:
             # vLLM's default is nearly all memory of the machine.
-            defaults["kv_cache_memory_bytes"] = max(sequence, min(settings.concurrency * sequence, psutil.virtual_memory().available // 4))
+            defaults["kv_cache_memory_bytes"] = max(sequence, min(settings.concurrency * sequence, this_memory().available // 4))
     return defaults
 
 

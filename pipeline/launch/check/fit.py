@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from penstock.infra.backends.hardware import GIB, MEMORY, gpu_memory, visible_gpus
+from penstock.infra.backends.hardware import GIB, MEMORY, gpu_memory, this_memory, visible_gpus
 from penstock.pipeline.config.load import Config, ConfigError, from_table, with_device_defaults, with_values
 from penstock.pipeline.inspect.records.runs import size
 from penstock.pipeline.launch.check.memory import (
@@ -46,7 +44,7 @@ def memory_line(config: Config) -> str:
         return "not estimated, because the model is not a decoder with dense gated layers"
     gpus, memory = len(visible_gpus()), gpu_memory(visible_gpus())
     workers, counts = estimates(config, shape, gpu=gpus > 0), {"trainer": config.trainer.processes, "rollout": config.rollout.workers}
-    free = psutil.virtual_memory().available
+    free = this_memory().available
     if not gpus:
         total = sum(each.total * counts.get(each.role, 1) for each in workers)
         return f"about {_each(workers, counts, 'total')} at the peak, {size(total)} together; {size(free)} are free"
