@@ -131,6 +131,19 @@ def steps(home: Path) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_steps_have_the_environment_of_the_script_whatever_sbatch_exports_and_in_a_folder_of_any_name(cluster: Slurm) -> None:
+    program, home = cluster.folder / "printenv.sh", cluster.folder / "100%job of mine"
+    program.write_text('#!/bin/sh\necho "$2: $PENSTOCK_HOME, $OMP_NUM_THREADS threads"\n')
+    program.chmod(0o755)
+    own = {"PENSTOCK": str(program), "PENSTOCK_HOME": str(home)}
+    job = cluster.submit(ROOT / "deploy" / "slurm" / "workers.sbatch", f"--export={','.join(own)}", **own)
+    cluster.wait(lambda: cluster.state(job) in ("COMPLETED", "FAILED"), lambda: cluster.output(job))
+    assert cluster.state(job) == "COMPLETED", cluster.output(job)
+    assert (home / "logs" / "rollout-0.log").read_text() == f"rollout: {home}, 1 threads\n"
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("end", ["scontrol requeue", "scancel", "--signal before the limit", "none"])
 def test_a_run_that_slurm_stops_in_any_way_ends_in_the_weights_that_it_has_without_slurm(
