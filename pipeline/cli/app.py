@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -119,6 +120,8 @@ def _root(
 def console() -> int:
     """Entry point of the script `penstock`: run the command in `sys.argv` and return the exit status."""
     keep_ignored_here()
+    if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # the kernel withholds it from a container's first process
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     hide_secrets()
     gc.set_threshold(GC_OBJECTS)
     status = main()

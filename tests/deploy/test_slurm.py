@@ -174,7 +174,7 @@ def test_a_run_that_slurm_stops_in_any_way_ends_in_the_weights_that_it_has_witho
             assert cluster.state(job) == "CANCELLED"
             job = cluster.submit(script, **own)
         else:
-            cluster("scontrol", "update", f"JobId={job}", "StartTime=now")
+            cluster("scontrol", "update", f"JobId={job}", "StartTime=now", "TimeLimit=30")
     await_state("COMPLETED", "FAILED")
     assert cluster.state(job) == "COMPLETED", told()
     report = json.loads((home / "runs" / run / "report.json").read_text())

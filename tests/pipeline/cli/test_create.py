@@ -1,17 +1,21 @@
-"""`penstock create` where a run exists already, and where its topics were made by somebody else."""
+"""`penstock create` where a run exists already, where its topics were made by somebody else, and as a container's first process."""
 
 import json
+import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline import cli
-from penstock.pipeline.cli.app import OK, USAGE
+from penstock.pipeline.cli.app import INTERRUPTED, OK, USAGE
 from penstock.pipeline.config.load import load
 from penstock.pipeline.launch.create import specs_of
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC
+from tests.support.containers import contained, containers_work
 from tests.support.light_model import light_model
 
 
@@ -85,3 +89,15 @@ def test_a_run_is_created_once_and_a_configuration_that_differs_is_refused_with_
     rows.write_text(rows.read_text().replace("3+1=", "4+1="))
     status, text = create(*own, "--if-absent")
     assert (status, f"with other values: data.source {rows}; choose another --run-id" in text) == (USAGE, True), text
+
+
+@pytest.mark.skipif(not containers_work(), reason="no PID namespaces here")
+def test_a_command_that_is_a_container_s_first_process_ends_at_sigterm(tmp_path: Path) -> None:
+    program = "import sys; from penstock.pipeline.cli import console; sys.exit(console())"
+    words = ["create", str(config_file("127.0.0.1:9", tmp_path)), "--wait-broker", "300"]
+    with contained([sys.executable, "-c", program, *words]) as process:
+        assert process.stdout is not None
+        assert "waiting for a broker" in process.stdout.readline()
+        (first,) = psutil.Process(process.pid).children()
+        first.send_signal(signal.SIGTERM)
+        assert process.wait(60) == INTERRUPTED
