@@ -163,6 +163,7 @@ def test_a_run_that_slurm_stops_in_any_way_ends_in_the_weights_that_it_has_witho
         cluster.wait(lambda: cluster.state(job) in states, lambda: f"{cluster.state(job)}\n{told()}", 900.0)
         return time.monotonic() - since
 
+    await_state("RUNNING")
     stopped_s = 0.0
     if end != "none":
         if not limit:

@@ -64,9 +64,10 @@ class Checked:
     samples: Sequence[Mapping[str, Any]] = field(default_factory=list)
 
 
-def check(config: Config, *, tell: Tell, samples: bool, notify: Callable[[str], None] = lambda _: None) -> Checked:
+def check(config: Config, *, tell: Tell, samples: bool, here: bool = True, notify: Callable[[str], None] = lambda _: None) -> Checked:
     """Check everything; `tell` receives each finding as (name, text) at once; with `samples` the engine generates those of a step.
 
+    `here` is false if the workers run on other machines: this one need not have their GPUs, engine and disk.
     Raises `ConfigError`: a setting that this machine, the model or the data cannot do. Raises `PenstockError`: data, model, reward, engine,
     disk or a GPU's memory cannot be used.
     """
@@ -76,8 +77,9 @@ def check(config: Config, *, tell: Tell, samples: bool, notify: Callable[[str], 
         lines[name] = text
         tell(name, text)
 
-    check_devices(config)
-    if config.model_directory.is_dir():
+    if here:
+        check_devices(config)
+    if here and config.model_directory.is_dir():
         check_engine(config)
     try:
         info, kinds = check_inputs(config, notify=notify)
@@ -91,7 +93,8 @@ def check(config: Config, *, tell: Tell, samples: bool, notify: Callable[[str], 
         note(name, text)
     count = parameters(config.model_directory)
     note("model", config.model.path + (f", {count / 1e6:,.1f} million parameters" if count else ""))
-    check_disk(config, info, note)
+    if here:
+        check_disk(config, info, note)
     note("memory", memory_line(config))
     scores = list[rewards.Score]()
     if config.environment.source is None:  # which alone knows what an episode is worth

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from penstock.infra.engines.vllm import start
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline import cli
 from penstock.pipeline.cli.app import INTERRUPTED, OK, USAGE
@@ -89,6 +90,18 @@ def test_a_run_is_created_once_and_a_configuration_that_differs_is_refused_with_
     rows.write_text(rows.read_text().replace("3+1=", "4+1="))
     status, text = create(*own, "--if-absent")
     assert (status, f"with other values: data.source {rows}; choose another --run-id" in text) == (USAGE, True), text
+
+
+def test_the_machine_that_creates_a_run_needs_neither_its_engine_nor_its_gpus(
+    broker: str, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(start, "find_spec", lambda _: None)
+    sizes = {"rollout.engine": "vllm", "rollout.gpus_per_worker": 1, "rollout.workers": 16, "trainer.gpus": 1, "trainer.device": "cuda"}
+    settings = [word for key, value in sizes.items() for word in ("--set", f"{key}={value}")]
+    command = [str(config_file(broker, tmp_path)), *settings]
+    assert cli.main(["run", *command, "--dry-run"]) == USAGE
+    assert cli.main(["create", *command, "--run-id", run_id]) == OK, capsys.readouterr().err
 
 
 @pytest.mark.skipif(not containers_work(), reason="no PID namespaces here")
