@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from sqlalchemy.engine import make_url
 
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.runtime.main import parsed
@@ -38,6 +39,11 @@ def test_what_the_services_mount_and_set_exists() -> None:
     assert [mount for mount in mounts if Path(mount).name != "tiny" and not (FOLDER / mount).exists()] == []
     for setting in re.findall(r"--set=(\w+)\.(\w+)", TEXT):
         assert setting[1] in Config.model_fields[setting[0]].annotation.model_fields  # type: ignore[union-attr]
+
+
+def test_the_image_of_mlflow_has_the_driver_of_its_database() -> None:
+    dialect = make_url(SERVICES["mlflow"]["environment"]["MLFLOW_BACKEND_STORE_URI"]).get_dialect()
+    assert f"{dialect.driver}-binary==" in (ROOT / "deploy" / "image" / "locks" / "tracker.lock").read_text(encoding="utf-8")
 
 
 def test_our_containers_can_write_to_volumes_only_and_no_port_is_open_beyond_this_machine() -> None:
