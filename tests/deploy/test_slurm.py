@@ -136,7 +136,10 @@ def test_steps_have_the_environment_of_the_script_whatever_sbatch_exports_and_in
     program, home = cluster.folder / "printenv.sh", cluster.folder / "100%job of mine"
     program.write_text('#!/bin/sh\necho "$2: $PENSTOCK_HOME, $OMP_NUM_THREADS threads"\n')
     program.chmod(0o755)
-    own = {"PENSTOCK": str(program), "PENSTOCK_HOME": str(home)}
+    report = home / "runs" / "mine" / "report.json"
+    report.parent.mkdir(parents=True)
+    report.write_text(json.dumps({"status": "finished"}, indent=2))
+    own = {"PENSTOCK": str(program), "PENSTOCK_HOME": str(home), "RUN": "mine"}
     job = cluster.submit(ROOT / "deploy" / "slurm" / "workers.sbatch", f"--export={','.join(own)}", **own)
     cluster.wait(lambda: cluster.state(job) in ("COMPLETED", "FAILED"), lambda: cluster.output(job))
     assert cluster.state(job) == "COMPLETED", cluster.output(job)
@@ -145,7 +148,7 @@ def test_steps_have_the_environment_of_the_script_whatever_sbatch_exports_and_in
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("end", ["scontrol requeue", "scancel", "--signal before the limit", "none"])
+@pytest.mark.parametrize("end", ["scontrol requeue", "scancel", "--signal before the limit", "preemption", "none"])
 def test_a_run_that_slurm_stops_in_any_way_ends_in_the_weights_that_it_has_without_slurm(
     end: str, cluster: Slurm, script: Path, digest: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,7 +171,12 @@ def test_a_run_that_slurm_stops_in_any_way_ends_in_the_weights_that_it_has_witho
     if end != "none":
         if not limit:
             cluster.wait(lambda: steps(home) >= STEPS // 10, told)
-            cluster(*(["scancel", job] if end == "scancel" else ["scontrol", "requeue", job]))
+            if end == "preemption":
+                urgent = cluster.folder / "urgent.sbatch"
+                urgent.write_text("#!/bin/sh\n")
+                cluster.submit(urgent, "--partition=urgent", "--nodes=3", "--exclusive")
+            else:
+                cluster(*(["scancel", job] if end == "scancel" else ["scontrol", "requeue", job]))
         stopped_s = await_state("PENDING", "CANCELLED")
         if end == "scancel":
             time.sleep(3.0)

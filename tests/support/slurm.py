@@ -44,7 +44,10 @@ SchedulerParameters=sched_interval=2,batch_sched_delay=0
 MinJobAge=600
 JobRequeue=1
 NodeName=n[1-3] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=4 RealMemory=8000 State=UNKNOWN
-PartitionName=all Nodes=ALL Default=YES MaxTime=01:00:00 State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=ALL Default=YES MaxTime=01:00:00 State=UP PriorityTier=1 GraceTime=120
+PartitionName=urgent Nodes=ALL MaxTime=01:00:00 State=UP PriorityTier=2
 """
 
 
