@@ -98,7 +98,7 @@ def test_a_certificate_lets_in_both_clients_and_a_new_one_is_read_by_the_next_co
     plain.close()
     secured.allow("CN=eve", [AclRule("topic", topic, "literal", operation) for operation in ("READ", "WRITE")])
     secured.allow("CN=eve", [AclRule("group", "penstock-bulk", "literal", "DESCRIBE")])
-    with pytest.raises(LogUnreachable, match=f"cannot reach a Kafka broker at {secured.mutual}"):
+    with pytest.raises(LogUnreachable, match=f"TLS handshake with the broker at {secured.mutual} failed"):
         KafkaLog(secured.mutual, security={"security_protocol": "SSL", "ssl_cafile": str(secured.certificate)}, unreachable_after_s=3.0)
     eve, mallory = secured.certify("eve"), secured.certify("mallory")
     assert goes_both_ways(secured.mutual, eve, topic)
@@ -179,7 +179,6 @@ def test_a_connection_that_a_listener_refuses_is_one_line_with_the_cause(secured
         (secured.mutual, {}, r"cannot reach .* \(its listener has TLS: set security_protocol to SSL or SASL_SSL\)"),
         (secured.oauth, certified, r"TLS handshake .* failed \(EOF .*\): .* that this listener has TLS$"),
         (secured.mutual, anonymous, r"TLS handshake .* failed \(.* alert .*certificate.*\)"),
-        (secured.mutual.replace("127.0.0.1", "localhost"), certified, r"TLS handshake .* \(certificate verify failed: .*'localhost'"),
         (secured.mutual, {**certified, "ssl_cafile": str(no_text)}, r"TLS handshake .* failed \(no certificate or crl found\)"),
     ]
     for bootstrap, security, message in cases:
