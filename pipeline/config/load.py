@@ -114,23 +114,9 @@ def with_device_defaults(table: Mapping[str, Any], *, gpus: int) -> dict[str, An
     return filled
 
 
-def as_markdown() -> str:
-    lines = ["| key | on a CPU | on a GPU | why |", "|---|---|---|---|"]
-    for default in DEVICE_DEFAULTS:
-        section = default.key.partition(".")[0]
-        only = f", with `{section}.{default.only[0]} = {_toml(default.only[1])}`" if default.only else ""
-        only += f", without `{section}.{default.unless[0]} = {_toml(default.unless[1])}`" if default.unless else ""
-        lines.append(f"| `{default.key}` | `{_toml(default.cpu)}` | `{_toml(default.gpu)}`{only} | {default.why} |")
-    return "\n".join(lines) + "\n"
-
-
 def on_gpu(section: Any, gpus: int) -> bool:
     device = section.get("device", "auto") if isinstance(section, Mapping) else None
     return isinstance(device, str) and (device.startswith("cuda") or (device == "auto" and gpus > 0))
-
-
-def _toml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def with_cpu_defaults(table: Mapping[str, Any], *, cpu: Cpu | None, on_gpu: bool) -> dict[str, Any]:

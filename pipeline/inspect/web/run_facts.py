@@ -150,7 +150,6 @@ def _groups(view: RunView) -> list[Facts]:
 
 
 _STAGES = (("feeder", "admitted", "groups/s"), ("rollout", "samples", "samples/s"), ("scorer", "groups", "groups/s"), ("trainer", "", ""))
-_BUSY = {"rollout": "generate_s", "scorer": "reward_busy_s"}
 
 
 def _stages(view: RunView, *, now_s: float) -> list[Facts]:

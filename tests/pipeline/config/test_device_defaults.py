@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.pipeline.config.load import DEVICE_DEFAULTS, ConfigError, as_markdown, from_json, load, to_json, with_device_defaults
+from penstock.pipeline.config.load import DEVICE_DEFAULTS, ConfigError, from_json, load, to_json, with_device_defaults
 from penstock.pipeline.runtime.sampling import request_of
 from tests.support.strategies import a_prompt
 
@@ -17,6 +17,20 @@ def parts() -> tuple[str, str, str]:
     before, _, rest = DOCS.read_text(encoding="utf-8").partition(BEGIN)
     table, _, after = rest.partition(END)
     return before + BEGIN, table, END + after
+
+
+def as_markdown() -> str:
+    lines = ["| key | on a CPU | on a GPU | why |", "|---|---|---|---|"]
+    for default in DEVICE_DEFAULTS:
+        section = default.key.partition(".")[0]
+        only = f", with `{section}.{default.only[0]} = {_toml(default.only[1])}`" if default.only else ""
+        only += f", without `{section}.{default.unless[0]} = {_toml(default.unless[1])}`" if default.unless else ""
+        lines.append(f"| `{default.key}` | `{_toml(default.cpu)}` | `{_toml(default.gpu)}`{only} | {default.why} |")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def test_the_table_of_the_documentation_is_the_one_in_the_code() -> None:
