@@ -236,10 +236,7 @@ def audit(run: RunOrFolder, *, bootstrap: Bootstrap = "embedded", security: Secu
 
     anchors, source = audit_source(run, bootstrap, security)
     findings = report.audit(source, anchors)
-    if json:
-        emit(report.as_table(findings))
-    else:
-        print(report.as_text(findings))
+    emit(report.as_table(findings)) if json else print(report.as_text(findings))
     if not findings.clean:
         raise typer.Exit(1)
 
@@ -274,10 +271,7 @@ def explain(
 
     with reading(run, bootstrap, security) as (log, run_id):
         history = as_json.explain(log, run_id, group, notify=notify, trust_code=trust_code, partition=partition_of(run_id, group))
-    if json:
-        emit(history)
-    else:
-        print(text.as_page(history))
+    emit(history) if json else print(text.as_page(history))
 
 
 VALUE_WIDTH = 60

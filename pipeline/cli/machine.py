@@ -138,10 +138,7 @@ def doctor(
         findings.append(finding)
         if not json:
             print(as_line(finding), flush=True)
-    if json:
-        emit(findings)
-    else:
-        print(summary(findings))
+    emit(findings) if json else print(summary(findings))
     return 1 if any(finding.level == "fail" for finding in findings) else 0
 
 
@@ -194,7 +191,4 @@ def smollm2(directory: Annotated[Path, typer.Argument(help="Directory of the new
 
 def _made(path: Path, *, json: bool, **how: int) -> None:
     """Print the model's path and how it was made."""
-    if json:
-        emit({"path": str(path), **how})
-    else:
-        print(path)
+    emit({"path": str(path), **how}) if json else print(path)

@@ -149,10 +149,7 @@ def score(
         if new_run is not None:
             refuse_folder(log, "--write")
         report = score_run(log, run_id, request, notify=notify)
-    if json:
-        emit(report)
-    else:
-        print(as_page(report))
+    emit(report) if json else print(as_page(report))
 
 
 def _factors(weights: str | None) -> list[float]:
@@ -292,10 +289,7 @@ def bisect(
         request = BisectRequest(test=test, good=good, bad=bad, replays=replays)
         result = search(recording, request, against=other, notify=notify)
     write_private(run_directory(run_id) / BISECTED, text := as_text(result))
-    if json:
-        emit(result)
-    else:
-        print(text)
+    emit(result) if json else print(text)
 
 
 def _other_config(log: "Log", name: str, *, trust_code: bool) -> "Config":

@@ -78,10 +78,7 @@ def sbatch(
         "WORKERS": "\n".join(f"  {line}" for line in lines),
     }
     text = re.sub(r"@([A-Z]+)@", lambda match: str(values[match[1]]), TEMPLATE.read_text(encoding="utf-8"))
-    if json:
-        emit({"script": text})
-    else:
-        print(text, end="")
+    emit({"script": text}) if json else print(text, end="")
 
 
 def _workers(config: "Config", rollout_per_node: int, trainer_nodes: int, gpus: Counter[int]) -> Iterator[str]:

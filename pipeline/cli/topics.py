@@ -83,10 +83,7 @@ def show(
         except RecordMissing as error:
             raise ConfigError(str(error)) from error
     view = browse.view(record, run=run_id)
-    if json:
-        emit(view)
-    else:
-        print(browse.as_page(view))
+    emit(view) if json else print(browse.as_page(view))
 
 
 @app.command("export", short_help="Export a run's topics as Parquet.")

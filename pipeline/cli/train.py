@@ -364,10 +364,7 @@ def _cluster(
         config=config, step_s=step_s, machines=machines or config.rollout.workers, tokens=tokens, dropped=dropped, delta=delta,
         prompt_tokens=prompt_tokens or config.data.max_prompt_tokens,
     )  # fmt: skip
-    if json:
-        emit(as_json(plan))
-    else:
-        print(as_text(plan), end="")
+    emit(as_json(plan)) if json else print(as_text(plan), end="")
 
 
 def _from_run(
@@ -382,10 +379,7 @@ def _from_run(
         record = recorded.read(log, run_id)
     if accelerators is None:
         variants = what_if.compare(record, run=run_id)
-        if json:
-            emit(what_if.as_json(variants))
-        else:
-            print(what_if.as_text(variants), end="")
+        emit(what_if.as_json(variants)) if json else print(what_if.as_text(variants), end="")
         return
     from penstock.pipeline.launch.planning.search import Cluster
 
@@ -425,7 +419,4 @@ def _show(cluster: "Cluster", *, plot: Path | None, json: bool) -> None:
 
         write_plot(result, plot)
         notify(f"wrote {plot}")
-    if json:
-        emit(plan_as_json(result))
-    else:
-        print(plan_as_text(result), end="")
+    emit(plan_as_json(result)) if json else print(plan_as_text(result), end="")
