@@ -371,15 +371,15 @@ def _from_run(
     run: str, *, accelerators: int | None, max_lag: int, bootstrap: str, security: list[str] | None, plot: Path | None, json: bool
 ) -> None:
     """Simulate variants of a recorded run and print them; with `accelerators`, find their best split."""
-    from penstock.pipeline.launch.planning import recorded, what_if
+    from penstock.pipeline.launch.planning import recorded
 
     if plot is not None and accelerators is None:
         raise ValueError("--plot needs --accelerators with --from-run: it plots the speed of each split")
     with reading(run, bootstrap, security) as (log, run_id):
         record = recorded.read(log, run_id)
     if accelerators is None:
-        variants = what_if.compare(record, run=run_id)
-        emit(what_if.as_json(variants)) if json else print(what_if.as_text(variants), end="")
+        variants = recorded.compare(record, run=run_id)
+        emit(recorded.as_json(variants)) if json else print(recorded.as_text(variants), end="")
         return
     from penstock.pipeline.launch.planning.search import Cluster
 

@@ -9,7 +9,7 @@ import pytest
 from penstock.infra.log import Log
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.inspect.report.summary import collect
-from penstock.pipeline.launch.planning import recorded, what_if
+from penstock.pipeline.launch.planning import recorded
 from penstock.pipeline.launch.planning.simulator import simulate
 from tests.support.worker_set import WorkerSet, complete, config_of
 
@@ -42,7 +42,7 @@ def test_a_run_simulated_with_its_own_times_takes_as_long_as_it_took(mode: str, 
 def test_a_run_whose_groups_are_all_as_long_is_simulated_too(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
     _, record = run_and_read(run_id, tiny_model, tmp_path, sampling={"max_new_tokens": 1})
     assert simulate(recorded.workload(record)).wall_s > 0
-    assert what_if.compare(record, run=run_id).variants
+    assert recorded.compare(record, run=run_id).variants
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +56,10 @@ def test_steps_that_waited_may_compute_longer_than_the_others(timed: tuple[Log, 
     for number, step in enumerate(record.steps):
         times = {"wait_s": 5.0, "compute_s": 4.0} if number % 2 else {"wait_s": 0.0, "compute_s": 0.1}
         record.steps[number] = replace(step, time_ns=step.time_ns + 20 * 10**9, metrics={**step.metrics, **times})
-    found = recorded.as_json(recorded.workload(record))
+    found = recorded.times_as_json(recorded.workload(record))
     assert min(found.values()) >= 0.0, found
     assert found["step_s"] > 2.05  # all computing begins with the last group
-    assert what_if.compare(record, run="timed").variants
+    assert recorded.compare(record, run="timed").variants
 
 
 def _tokens(record: recorded.RunTimes, group: int) -> int:
@@ -78,13 +78,13 @@ def test_a_report_accounts_for_all_time_and_the_plan_tells_what_other_workers_an
     assert report["bottleneck"]["who"] in (*report["time_spent"], "turns")
     assert len(report["rounds"]) == report["steps"]
     assert report["length_order_correlation"] == 0.0
-    found = what_if.compare(record, run=run_id)
+    found = recorded.compare(record, run=run_id)
     assert {one.workers for one in found.variants} == {1, 2}
     assert {one.mode for one in found.variants} == {"synchronous", "pipelined", "one_step_off", "in_flight", "bounded"}
     own = next(one for one in found.variants if one.mode == "pipelined" and one.workers == 1)
     assert own.outcome.wall_s == found.outcome.wall_s
-    assert run_id in what_if.as_text(found)
-    assert what_if.as_json(found)["deviation"] == pytest.approx(found.deviation)
+    assert run_id in recorded.as_text(found)
+    assert recorded.as_json(found)["deviation"] == pytest.approx(found.deviation)
 
 
 def test_a_run_without_enough_steps_is_refused(run_id: str, tiny_model: Path, tmp_path: Path) -> None:

@@ -25,8 +25,7 @@ from penstock.infra.sandbox.program import Loopback, Program, how_it_ended
 from penstock.infra.sandbox.spawn import ENVIRONMENT, ChildRules
 from penstock.pipeline.agents.driver import BACKOFF_S, EnvironmentBroken, Limits, seed_of
 from penstock.pipeline.agents.environments.sources import AGENT, PYTHON
-from penstock.pipeline.agents.gateway.chat import BadRequest, events
-from penstock.pipeline.agents.gateway.sessions import AgentSession, Bounds, TrajectoryEnded
+from penstock.pipeline.agents.gateway.chat import AgentSession, BadRequest, Bounds, TrajectoryEnded, events
 from penstock.pipeline.agents.record import EpisodeRequest, EpisodeState, Generate, Trajectory, trajectory_of
 from penstock.pipeline.data.conversation.messages import Template, text_of
 from penstock.pipeline.data.conversation.segments import Conversation

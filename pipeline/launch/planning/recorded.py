@@ -1,10 +1,11 @@
-"""Measures a recorded run's phase times and completion lengths from its log, as a workload for the simulator."""
+"""Measures a recorded run's phase times from its log as a workload, and predicts its time with other workers or another schedule."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +13,13 @@ import numpy.typing as npt
 from penstock.infra.log import Log
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.inspect.recorded_run import read_run
+from penstock.pipeline.launch.planning.engine import Outcome
+from penstock.pipeline.launch.planning.rendering import table
+from penstock.pipeline.launch.planning.search import with_sizes
+from penstock.pipeline.launch.planning.simulator import simulate
 from penstock.pipeline.launch.planning.workload import DecodeTimes, Workload, linear, recorded
 from penstock.pipeline.runtime.topic_reader import RunReader
+from penstock.pipeline.scheduling.rules import MODES
 from penstock.topics import metrics
 from penstock.topics.ledger import Entry
 from penstock.topics.samples import generated
@@ -306,10 +312,121 @@ def _positive(values: Sequence[float]) -> float:
     return max(0.0, fmean(values)) if values else 0.0
 
 
-def as_json(work: Workload) -> Mapping[str, float]:
+def times_as_json(work: Workload) -> Mapping[str, float]:
     return {
         "decode_step_s": work.decode(work.concurrency), "begin_group_s": work.prefill_s, "load_version_s": work.load_s,
         "deliver_group_s": work.deliver_s, "take_group_s": work.take_s, "train_group_s": work.train_group_s,
         "train_token_s": work.train_token_s, "step_s": work.step_s, "between_steps_s": work.hold_s, "release_version_s": work.release_s,
         "publish_version_s": work.publish_s, "mean_length": work.lengths.mean, "filtered_share": work.filtered,
     }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """The run's prompts under another schedule or with another number of rollout workers."""
+
+    mode: str
+    workers: int
+    max_lag: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """A recorded run, its simulation, and simulated variants."""
+
+    run: str
+    measured_s: float
+    work: Workload
+    outcome: Outcome
+    variants: tuple[Variant, ...]
+
+    @property
+    def deviation(self) -> float:
+        """Relative deviation of the simulated from the measured wall time."""
+        return self.outcome.wall_s / self.measured_s - 1.0
+
+    @property
+    def best(self) -> Variant:
+        """The fastest variant with as many rollout workers as the run had."""
+        return min(
+            (variant for variant in self.variants if variant.workers == self.work.engines), key=lambda variant: variant.outcome.wall_s
+        )
+
+
+def compare(record: RunTimes, *, run: str) -> WhatIf:
+    """Simulate a recorded run and its variants. Raises `ValueError` if the run's log lacks the times."""
+    work = workload(record)
+    engines, swaps, own = work.engines, record.config.engine.swaps_in_flight, work.schedule
+    variants = []
+    for mode, preset in MODES.items():
+        if preset.loads_at == "step" and not swaps:
+            continue
+        schedule = own if mode == own.mode else with_sizes(preset, own)
+        for workers in sorted({max(1, engines // 2), engines, engines + 1, 2 * engines}):
+            outcome = simulate(replace(work, schedule=schedule, engines=workers))
+            variants.append(Variant(mode=mode, workers=workers, max_lag=schedule.max_lag, outcome=outcome))
+    return WhatIf(run=run, measured_s=wall_s(record), work=work, outcome=simulate(work), variants=tuple(variants))
+
+
+def as_json(comparison: WhatIf) -> dict[str, Any]:
+    return {
+        "run": comparison.run,
+        "mode": comparison.work.schedule.mode,
+        "workers": comparison.work.engines,
+        "measured_wall_s": comparison.measured_s,
+        "simulated_wall_s": comparison.outcome.wall_s,
+        "deviation": comparison.deviation,
+        "times": dict(times_as_json(comparison.work)),
+        "simulated": comparison.outcome.as_json(),
+        "variants": [
+            {
+                "mode": variant.mode,
+                "workers": variant.workers,
+                "max_lag": variant.max_lag,
+                "speedup": _speedup(comparison, variant),
+                **variant.outcome.as_json(),
+            }
+            for variant in comparison.variants
+        ],
+    }
+
+
+def as_text(comparison: WhatIf) -> str:
+    """The run's measured times, the deviation of its simulation, and the variants."""
+    work, best = comparison.work, comparison.best
+    times: Mapping[str, float] = times_as_json(work)
+    lines = [
+        f"run {comparison.run}: {work.schedule.mode}, {work.engines} rollout workers, {work.steps} steps; first sample to last step took "
+        f"{comparison.measured_s:.1f} s, simulated {comparison.outcome.wall_s:.1f} s ({comparison.deviation:+.1%})",
+        "measured: " + ", ".join(f"{name.removesuffix('_s').replace('_', ' ')} {_time(name, value)}" for name, value in times.items()),
+        f"with the same workers {best.mode} would be the fastest: {best.outcome.wall_s:.1f} s, {_speedup(comparison, best):.2f}x; "
+        "more workers count as more machines, each as fast as one of this run",
+        "",
+    ]
+    columns = ("mode", "rollout workers", "wall s", "speed-up", "trainer waits", "engines busy", "lag", "at most")
+    rows = [
+        (
+            variant.mode,
+            str(variant.workers),
+            f"{outcome.wall_s:,.1f}",
+            f"{_speedup(comparison, variant):.2f}",
+            f"{outcome.trainer_waiting_ratio:.0%}",
+            f"{outcome.rollout_busy_share:.0%}",
+            f"{outcome.lag_mean:.1f}",
+            str(outcome.lag_max),
+        )
+        for variant in comparison.variants
+        for outcome in [variant.outcome]
+    ]
+    return "\n".join(lines) + "\n" + table(columns, rows)
+
+
+def _speedup(comparison: WhatIf, variant: Variant) -> float:
+    return comparison.outcome.wall_s / variant.outcome.wall_s
+
+
+def _time(name: str, value: float) -> str:
+    if not name.endswith("_s"):
+        return f"{value:.0%}" if name.endswith("share") else f"{value:.1f}"
+    return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"

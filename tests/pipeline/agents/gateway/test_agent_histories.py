@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.pipeline.agents.gateway.chat import BadRequest
-from penstock.pipeline.agents.gateway.sessions import AgentSession, Bounds
+from penstock.pipeline.agents.gateway.chat import AgentSession, BadRequest, Bounds
 from penstock.pipeline.agents.record import EpisodeState, Generation, trajectory_of
 from penstock.pipeline.config.schema import SamplingSection
 from penstock.pipeline.data.conversation.segments import Conversation

@@ -10,8 +10,8 @@ import httpx
 import numpy as np
 import pytest
 
+from penstock.pipeline.agents.gateway.chat import AgentSession, Bounds
 from penstock.pipeline.agents.gateway.episode import Gateway
-from penstock.pipeline.agents.gateway.sessions import AgentSession, Bounds
 from penstock.pipeline.data.conversation.segments import Conversation
 from tests.support.chat_families import FAMILIES, stop_ids, template, tokenizer
 from tests.support.scripted_policy import FAMILY, ScriptedPolicy
