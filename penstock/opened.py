@@ -11,7 +11,7 @@ from penstock.infra.errors import PenstockError
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.pipeline.archive.archived_log import ArchivedLog, open_archive
-from penstock.pipeline.archive.index.run_index import open_index
+from penstock.pipeline.archive.index.run_index import all_groups, open_index
 from penstock.pipeline.inspect.report.headline import headline
 from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.inspect.tables.run_tables import RunTables
@@ -54,8 +54,7 @@ class Run:
 
     def groups(self) -> pa.Table:
         """One row an admitted group, by number: prompt, data columns, final `status`, step, rewards, lag and policy versions."""
-        index, ended = open_index(self._log, self.id)
-        return index.groups(ended=ended).sort_by("group")
+        return all_groups(self._log, self.id)
 
     def steps(self) -> pa.Table:
         """One row a committed optimizer step: the groups of its plan in order, and a column for each of its metrics."""

@@ -104,7 +104,7 @@ def test_a_run_without_records_has_typed_tables_without_rows(broker: str, run_id
     with penstock.open(run_id, bootstrap=broker) as run:
         assert run.samples() == run_tables.SAMPLES.empty_table()
         assert run.groups() == group_rows.GROUPS.empty_table()
-        assert run.steps() == run_tables.STEPS.empty_table()
+        assert run.steps() == group_rows.STEPS.empty_table()
         assert run.turns() == run_tables.TURNS.empty_table()
 
 

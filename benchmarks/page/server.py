@@ -43,6 +43,7 @@ from tests.support.browser import browser
 
 RUN, BESIDE = "many", "beside"
 PARTITIONS, PER_STEP, TEMPLATES = 4, 1000, 64
+READ_S = 3.0
 QUERIES = {"count": "select count(*) from groups", "means by status": "select status, avg(reward_mean) from groups group by 1"}
 
 
@@ -179,6 +180,12 @@ def requested(address: str) -> tuple[float, int]:
     return time.perf_counter() - started, size
 
 
+def asked(address: str) -> tuple[float, int]:
+    """(seconds, bytes) of a query, after the time in which a person reads the result of the one before."""
+    time.sleep(READ_S)
+    return requested(address)
+
+
 def memory_mb(process: psutil.Process) -> float:
     """Own memory of a process and its children."""
     return sum(each.memory_full_info().uss for each in [process, *process.children(recursive=True)]) / 1e6
@@ -235,7 +242,7 @@ def pages(address: str, process: psutil.Process, repeats: int) -> dict[str, Any]
     newest = json.loads(urllib.request.urlopen(f"{run}/groups").read())["rows"][0]["group"]
     figures["a group's tokens, ms"] = 1000 * median_of(repeats, lambda: requested(f"{run}/g/{newest}/data"))[0]
     for name, query in QUERIES.items():
-        figures[f"SQL, {name}, ms"] = 1000 * median_of(repeats, lambda query=query: requested(f"{run}/sql?q={quote(query)}"))[0]
+        figures[f"SQL, {name}, ms"] = 1000 * median_of(repeats, lambda query=query: asked(f"{run}/sql?q={quote(query)}"))[0]
     return figures | {"memory at the end, MB": memory_mb(process)}
 
 
@@ -289,13 +296,13 @@ def main(arguments: Sequence[str]) -> None:
                 write(log, chosen.groups)
                 print(f"{chosen.groups:,} groups written in {time.monotonic() - started:.0f} s", flush=True)
         with launched(chosen.config, f"{BESIDE}-{int(time.time()):x}", chosen.settings, home / "beside.txt") as beside:
-            while not any("step" in line for line in (home / "beside.txt").read_text().splitlines()) and beside.poll() is None:
+            while " reward " not in (home / "beside.txt").read_text() and beside.poll() is None:
                 time.sleep(0.2)
             with served(broker.bootstrap) as (address, process):
                 figures = pages(address, process, chosen.repeats)
             print(f"the run beside them {'trains still' if beside.poll() is None else 'has ended'}")
-        for name, value in figures.items():
-            print(f"{name:36}{value:>12,.1f}", flush=True)
+            for name, value in figures.items():
+                print(f"{name:36}{value:>12,.1f}", flush=True)
         if chosen.pairs:
             for name, value in cost(chosen.config, chosen.settings, home, broker.bootstrap, chosen.pairs).items():
                 print(f"{name:36}{value:>12,.2f}")

@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -104,7 +103,7 @@ def penstock_json(*words: str) -> Any:
 
 @contextmanager
 def launched(config: str, run: str, settings: Sequence[str], output: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """`penstock run` with its output in a file; leaving the block early interrupts it and waits."""
+    """`penstock run` with its output in a file; leaving the block early stops it and waits."""
     command = [*PENSTOCK, "run", config, "--plain", "--run-id", run, *set_words(settings)]
     with output.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
@@ -112,7 +111,7 @@ def launched(config: str, run: str, settings: Sequence[str], output: Path) -> It
             yield process
         finally:
             if process.poll() is None:
-                process.send_signal(signal.SIGINT)
+                process.terminate()  # SIGINT is ignored in the background of a shell
                 process.wait(120)
 
 

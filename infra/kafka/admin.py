@@ -287,12 +287,12 @@ class Admin:
         described = self.describe([name for name in self.topics() if is_ours(name)])
         resources = [ConfigResource(ConfigResourceType.BROKER, str(broker), None) for broker in brokers]
         resources += [ConfigResource(ConfigResourceType.TOPIC, name, None) for name in described]
-        found = self.request("cannot read the cluster's settings", lambda client: client.describe_configs(resources, config_filter="all"))
+        values = self.request("cannot read the cluster's settings", lambda client: client.describe_configs(resources, config_filter="all"))
         problems = self._impossible(brokers)
-        if unclean := _with_unclean(found.get("broker", {})):
+        if unclean := _with_unclean(values.get("broker", {})):
             why = "an election could lose acknowledged records: set it to false"
             problems.append(Weakness(f"{UNCLEAN} is true on broker {_listed(unclean)}", why))
-        elif unclean := _with_unclean(found.get("topic", {})):
+        elif unclean := _with_unclean(values.get("topic", {})):
             why = "an election could lose their acknowledged records: set it to false with kafka-configs.sh"
             problems.append(Weakness(f"{UNCLEAN} is true of {_listed(unclean)}", why))
         if single := sorted(name for name, topic in described.items() if topic.replicas < 2):

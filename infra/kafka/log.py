@@ -19,8 +19,9 @@ from penstock.infra.kafka.writers import KafkaProducerOfRecords, KafkaTransactio
 from penstock.infra.log import GIVE_UP_S, SESSION_S, TRANSACTION_S, Partition, Pools, Start
 from penstock.topics.wire.record import Outgoing, Record
 
-# It warns whenever a busy machine leaves the client's thread without a core for a moment.
-logging.getLogger("kafka.net.selector").setLevel(logging.ERROR)
+# They warn if a busy machine leaves the client's thread without a core, and if a group's coordinator moves, which the client follows.
+for _name in ("kafka.net.selector", "kafka.coordinator"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 _LONGEST_S = 7 * 86400.0
 """Limit of client settings, which count milliseconds in 32 bits."""

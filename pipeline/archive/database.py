@@ -26,7 +26,7 @@ MAPPED = 0
 MEMORY_BYTES = 2 << 30
 """DuckDB's memory limit. The process may use twice as much in addition to the tables, because DuckDB does not count the values of a row."""
 THREADS = 4
-POLL_S = 0.1
+POLL_S = 0.005
 OUT_OF_MEMORY, REFUSED, TOO_LARGE, NOT_A_QUERY = 3, 4, 5, 6
 _READ_ONLY = {"SELECT", "EXPLAIN", "RELATION", "PRAGMA"}
 _MAIN = f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.pipeline.archive.database import main; main()"
@@ -84,9 +84,9 @@ class Limits:
 NO_LIMITS = Limits()
 
 
-def open_database(files: Sequence[str] = ()) -> duckdb.DuckDBPyConnection:
-    """Open an empty in-memory database without network access, which can read only `files`."""
-    connection = duckdb.connect(
+def open_database() -> duckdb.DuckDBPyConnection:
+    """An empty in-memory database without extensions."""
+    return duckdb.connect(
         config={
             "autoload_known_extensions": "false",
             "autoinstall_known_extensions": "false",
@@ -97,14 +97,15 @@ def open_database(files: Sequence[str] = ()) -> duckdb.DuckDBPyConnection:
             "threads": str(min(THREADS, os.cpu_count() or 1)),
         }
     )
+
+
+def filled(
+    tables: Iterable[tuple[str, Any]], setup: Sequence[str], files: Sequence[str] = (), connection: duckdb.DuckDBPyConnection | None = None
+) -> duckdb.DuckDBPyConnection:
+    """A database with these tables, after the statements of `setup`; it reads `files` and nothing else, and its settings are locked."""
+    connection = connection or open_database()
     connection.execute(f"set allowed_paths = [{', '.join(map(_literal, files))}]")
     connection.execute("set enable_external_access = false")
-    return connection
-
-
-def filled(tables: Iterable[tuple[str, Any]], setup: Sequence[str], files: Sequence[str] = ()) -> duckdb.DuckDBPyConnection:
-    """Open a database with these tables, run the `setup` statements, which may read `files`, and lock its settings."""
-    connection = open_database(files)
     for name, table in tables:
         connection.register(name, table)
     for statement in ("set timezone = 'UTC'", *setup, "set lock_configuration = true"):
@@ -195,17 +196,12 @@ def _send(process: "subprocess.Popen[bytes]", request: Mapping[str, Any]) -> Non
 
 def _wait(process: "subprocess.Popen[bytes]", limits: Limits) -> None:
     deadline = None if limits.seconds is None else time.monotonic() + limits.seconds
-    while True:
-        try:
-            process.wait(POLL_S)
-            return
-        except subprocess.TimeoutExpired:
-            if limits.disconnected():
-                raise ValueError("the client has disconnected") from None
-            if deadline is not None and time.monotonic() > deadline:
-                raise ValueError(
-                    f"the query took more than {limits.seconds:g} s: narrow it, or use `penstock sql`, which has no limit"
-                ) from None
+    while process.poll() is None:
+        if limits.disconnected():
+            raise ValueError("the client has disconnected")
+        if deadline is not None and time.monotonic() > deadline:
+            raise ValueError(f"the query took more than {limits.seconds:g} s: narrow it, or use `penstock sql`, which has no limit")
+        time.sleep(POLL_S)
 
 
 def _raise_for(status: int, problem: str, limits: Limits) -> None:
@@ -224,10 +220,11 @@ def _raise_for(status: int, problem: str, limits: Limits) -> None:
 
 def main() -> None:
     """Entry point of a query process: reads the request from stdin and tables from a file; writes the result as Arrow stream to stdout."""
+    connection = open_database()  # before there is a request
     request = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     try:
-        _run(request, int(sys.argv[1]))
+        _run(request, int(sys.argv[1]), connection)
         status = 0
     except (duckdb.OutOfMemoryException, MemoryError, pa.ArrowMemoryError):
         status = OUT_OF_MEMORY
@@ -241,7 +238,7 @@ def main() -> None:
     os._exit(status)
 
 
-def _run(request: Mapping[str, Any], descriptor: int) -> None:
+def _run(request: Mapping[str, Any], descriptor: int, connection: duckdb.DuckDBPyConnection) -> None:
     source, memory, files = pa.memory_map(f"/proc/self/fd/{descriptor}"), request["memory"], request["files"]
     tables: dict[str, Any] = {name: pa.ipc.open_stream(source).read_all() for name in request["names"]}
     if files:
@@ -258,7 +255,7 @@ def _run(request: Mapping[str, Any], descriptor: int) -> None:
         elif paths:
             mapped = [pa.ipc.open_file(pa.memory_map(path)).read_all().select(tables[name].column_names) for path in paths]
             tables[name] = pa.concat_tables([*mapped, tables[name]], promote_options="default")
-    connection = filled(tables.items(), [*setup, *request["setup"]], parquet)
+    filled(tables.items(), [*setup, *request["setup"]], parquet, connection)
     limit(resource.RLIMIT_AS, statm_bytes(os.getpid(), MAPPED) + 2 * memory)
     statements = connection.extract_statements(request["query"])
     if len(statements) != 1 or statements[0].type.name not in _READ_ONLY:

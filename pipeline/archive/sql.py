@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TextIO, cast
 
 import duckdb
 import pyarrow as pa
@@ -33,14 +33,15 @@ from penstock.pipeline.archive.database import (
     filled,
     prepare,
 )
-from penstock.pipeline.archive.index.run_index import open_index
+from penstock.pipeline.archive.index.group_rows import GROUPS as GROUP_COLUMNS
+from penstock.pipeline.archive.index.group_rows import STEPS
+from penstock.pipeline.archive.index.run_index import all_groups, open_index
 from penstock.pipeline.archive.index.segments import SampleCopy, index_folder
 from penstock.pipeline.archive.layout import KINDS, kind_of
 from penstock.pipeline.archive.rows import read_tables
 from penstock.pipeline.inspect.report.summary import COUNTED
-from penstock.pipeline.inspect.tables.run_tables import GROUPS as GROUP_COLUMNS
 from penstock.pipeline.inspect.tables.run_tables import SAMPLES as SAMPLE_COLUMNS
-from penstock.pipeline.inspect.tables.run_tables import STEPS, TURNS, RunTables
+from penstock.pipeline.inspect.tables.run_tables import TURNS, RunTables
 from penstock.pipeline.inspect.tables.timeline import TIMELINE, timeline
 from penstock.pipeline.runtime.topic_reader import deleted
 from penstock.topics.catalogue import RUNS_TOPIC
@@ -61,19 +62,18 @@ RAW = {
 
 TABLES: Mapping[str, tuple[pa.Schema, Callable[[RunTables], pa.Table]]] = {
     "samples": (SAMPLE_COLUMNS, RunTables.samples),
-    "groups": (GROUP_COLUMNS, RunTables.groups),
-    "steps": (STEPS, RunTables.steps),
+    "groups": (GROUP_COLUMNS, lambda of: all_groups(of.log, of.run)),
+    "steps": (STEPS, lambda of: open_index(of.log, of.run)[0].steps()),
     "turns": (TURNS, RunTables.turns),
     "timeline": (TIMELINE, lambda of: timeline(of.log, of.run)),
 }
-"""Table -> (columns, function that computes the rows). Samples come before groups, so that groups are decoded only once."""
+"""Table -> (columns, function that computes the rows)."""
 
 LAG = """
-with trained as (select step, version, committed, unnest(groups) as "group" from steps)
-select t.step, t.version, t."group" as "group", s.sample, t.version - s.policy_version_min as lag,
+select g.step, t.version, group_id, s.sample, t.version - s.policy_version_min as lag,
        t.version - s.policy_version_max as lag_of_newest, t.version - g.policy_version_min as lag_of_group, s.tokens,
        (epoch_ns(t.committed) - epoch_ns(s.ended)) / 1e9 as age_s
-from trained t join groups g on g."group" = t."group" join samples s on s."group" = t."group" and s.reward is not null
+from groups g join steps t on t.step = g.step join samples s using (group_id) where s.reward is not null
 order by 1, 3, 4
 """
 
@@ -86,29 +86,26 @@ group by 1 order by 1
 """
 
 SAMPLES = """
-with trained as (select step, unnest(groups) as number from _steps_table)
-select s."group" as group_id, s.sample, t.step, g.status, g.prompt, json_extract_string(g.columns, '$.answer') as answer,
-       s.completion, s.reward, s.advantage, s.tokens, s.* exclude (sample, completion, reward, advantage, tokens)
-from _samples_table s left join _groups_table g on g."group" = s."group" left join trained t on t.number = s."group"
+select s."group" as group_id, s.sample, g.step, g.status, g.prompt, try(json_extract_string(g.columns, '$.answer')) as answer,
+       s.completion, s.reward, s.advantage, s.tokens, s.* exclude ("group", sample, completion, reward, advantage, tokens)
+from _samples_table s left join _groups_table g on g."group" = s."group"
 """
 
 GROUPS = """
-with trained as (select step, unnest(groups) as number from _steps_table)
-select g."group" as group_id, t.step, json_extract_string(g.columns, '$.answer') as answer, g.*
-from _groups_table g left join trained t on t.number = g."group"
+select "group" as group_id, step, try(json_extract_string(columns, '$.answer')) as answer, * exclude ("group", step) from _groups_table
 """
 
 TURNS_IN_STEPS = """
 with trained as (select step, unnest(groups) as number from _steps_table)
 select p."group" as group_id, p.sample, p.turn, t.step, p.source, p.tokens, p.reward, p.finish,
-       p.* exclude (sample, turn, source, tokens, reward, finish)
+       p.* exclude ("group", sample, turn, source, tokens, reward, finish)
 from _turns_table p left join trained t on t.number = p."group"
 order by p."group", p.sample, p.turn
 """
 
 VIEWS: Mapping[str, tuple[str, frozenset[str]]] = {
-    "samples": (SAMPLES, frozenset({"samples", "groups", "steps"})),
-    "groups": (GROUPS, frozenset({"groups", "steps"})),
+    "samples": (SAMPLES, frozenset({"samples", "groups"})),
+    "groups": (GROUPS, frozenset({"groups"})),
     "steps": ("from _steps_table", frozenset({"steps"})),
     "turns": (TURNS_IN_STEPS, frozenset({"turns", "steps"})),
     "lag": (LAG, frozenset({"samples", "groups", "steps"})),
@@ -153,8 +150,11 @@ class LiveTables:
         tables: dict[str, Source] = {}
         if not {"samples", "groups", "steps"}.isdisjoint(names):
             index, ended = open_index(self.log, self.run)
-            files, rest = index.stored_groups(ended=ended)
-            tables = {"groups": Stored(files=files, rest=rest.select(GROUP_COLUMNS.names)), "steps": index.steps()}
+            if "groups" in names:
+                files, rest = index.stored_groups(ended=ended)
+                tables["groups"] = Stored(files=files, rest=rest)
+            if "steps" in names:
+                tables["steps"] = index.steps()
             if "samples" in names:
                 tables["samples"] = self._samples(index.groups(ended=ended))
         return tables
@@ -244,18 +244,26 @@ def as_file(table: pa.Table, ending: str) -> bytes:
     if ending == "parquet":
         pq.write_table(table, packed := io.BytesIO())
         return packed.getvalue()
-    rows = [{name: plain(value) for name, value in row.items()} for row in table.to_pylist()]
     if ending == "jsonl":
-        return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
-    writer = csv.writer(text := io.StringIO())  # the default line end "\r\n" makes the writer quote both characters
-    writer.writerows([_cell(value) for value in values] for values in [table.column_names, *(row.values() for row in rows)])
+        return "".join(f"{json.dumps(plain(row))}\n" for row in table.to_pylist()).encode()
+    write_csv(table, text := io.StringIO(newline=""), end="\r\n", safe=True)
     return text.getvalue().encode("utf-8", "replace")
 
 
-def _cell(value: Any) -> Any:
+def write_csv(table: pa.Table, stream: TextIO, *, end: str = "\n", safe: bool = False) -> None:
+    """Write a result as CSV, lists as JSON. With `safe` an apostrophe precedes a text that spreadsheets would take for a formula."""
+    writer = csv.writer(line := io.StringIO(newline=""))  # it quotes the characters of its own line end, CR and LF
+    for values in [table.column_names, *(plain(row).values() for row in table.to_pylist())]:
+        writer.writerow([_cell(value, safe=safe) for value in values])
+        stream.write(line.getvalue().removesuffix("\r\n") + end)
+        line.seek(0)
+        line.truncate()
+
+
+def _cell(value: Any, *, safe: bool) -> Any:
     if isinstance(value, list | dict):
         return json.dumps(value)
-    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+    return f"'{value}" if safe and isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
 def deleted_records(tables: Tables, query: str) -> list[str]:

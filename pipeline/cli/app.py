@@ -39,7 +39,7 @@ SYNONYMS = {
     "rm": "runs rm RUN",
     "delete": "runs rm RUN",
     "kill": "stop RUN",
-    "compare": "ui",
+    "compare": "ui --compare RUN --compare RUN",
 }
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130

@@ -1,6 +1,5 @@
 """Commands that inspect a run (status, logs, report, audit, explain, sql, graph, ui), and `penstock stop`. They write to no topic."""
 
-import contextlib
 import shutil
 import sys
 import textwrap
@@ -290,18 +289,22 @@ def sql(
     json: Json = False,
 ) -> None:
     """Query a run in SQL: samples, groups, steps, lag, rewards, timeline."""
-    from penstock.infra.errors import ConfigError, PenstockError
+    from penstock.infra.errors import ConfigError, PenstockError, RunNotFound
     from penstock.pipeline.archive.archived_log import ArchivedLog
     from penstock.pipeline.archive.index.run_index import open_index
-    from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, deleted_records, plain, run_query, views
+    from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, deleted_records, plain, run_query, views, write_csv
     from penstock.pipeline.inspect.report.text import some_of
 
     if csv and json:
         raise ConfigError("--csv and --json cannot be combined; give one of them")
     if query is None:
-        own = {}  # if the run cannot be read, list the columns that every run has
-        with contextlib.suppress(PenstockError, ConfigError), reading(run, bootstrap, security) as (log, run_id):
-            own = {"steps": open_index(log, run_id)[0].steps().schema}
+        own = {}  # without a broker or a run, the columns that every run has
+        try:
+            with reading(run, bootstrap, security) as (log, run_id):
+                own = {"steps": open_index(log, run_id)[0].steps().schema}
+        except (PenstockError, ConfigError) as error:
+            if isinstance(error, RunNotFound):
+                raise
         _list(views(**own), json=json)
         return
     text = sys.stdin.read() if query == "-" else query
@@ -317,7 +320,7 @@ def sql(
         notify("interrupted before there was a result")
         raise
     if csv:
-        _print_csv(result)
+        write_csv(result, sys.stdout if sys.stdout.isatty() else exact_output())
     elif json:
         emit([{name: plain(value) for name, value in row.items()} for row in result.to_pylist()])
     else:
@@ -332,16 +335,6 @@ def _list(tables: dict[str, list[tuple[str, str]]], *, json: bool) -> None:
     for view, columns in tables.items():
         kinds = (f"{name} {kind if len(kind) <= VALUE_WIDTH else kind.split('(')[0] + '(…)'}" for name, kind in columns)
         print("\n".join(textwrap.wrap(f"{view}: {', '.join(kinds)}", width, subsequent_indent="  ", break_on_hyphens=False)))
-
-
-def _print_csv(table: "pa.Table") -> None:
-    import csv
-
-    from penstock.pipeline.archive.sql import plain
-
-    writer = csv.writer(sys.stdout if sys.stdout.isatty() else exact_output(), lineterminator="\n")
-    writer.writerow(table.column_names)
-    writer.writerows([plain(value) for value in row.values()] for row in table.to_pylist())
 
 
 def _print_table(result: "pa.Table") -> None:

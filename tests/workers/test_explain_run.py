@@ -17,10 +17,10 @@ from penstock.pipeline import cli
 from penstock.pipeline.inspect.explain import as_json, text
 from penstock.pipeline.inspect.explain.group_history import read_group
 from penstock.pipeline.inspect.recorded_run import read_run
-from penstock.pipeline.inspect.tables.run_tables import RunTables
 from penstock.pipeline.learner.ledger_history import read_ledger_history, read_planned
 from penstock.pipeline.learner.micro_batches import denominator, pack
 from penstock.pipeline.learner.train_step import Objective
+from tests.support.full_read import FullRead
 from tests.support.in_flight import SlowGroups, config_in_flight, run_of
 from tests.support.recorded_run import RecordedRun
 
@@ -30,7 +30,7 @@ Ask = Callable[[int], dict[str, Any]]
 @pytest.fixture(scope="module")
 def fates(recorded: RecordedRun, log: KafkaLog) -> dict[int, str]:
     """Group -> fate, as the tables have it."""
-    found = RunTables(log, recorded.run).groups()
+    found = FullRead(log, recorded.run).groups()
     return dict(zip(found["group"].to_pylist(), found["status"].to_pylist(), strict=True))
 
 
@@ -136,7 +136,7 @@ def test_samples_are_those_of_the_tables_with_rewards_by_component(
 ) -> None:
     group = one_of(fates, "trained")
     found = ask(group)
-    rows = [row for row in RunTables(log, recorded.run).samples().to_pylist() if row["group"] == group]
+    rows = [row for row in FullRead(log, recorded.run).samples().to_pylist() if row["group"] == group]
     assert [one["completion"] for one in found["samples"]] == [row["completion"] for row in rows]
     assert [one["reward"] for one in found["samples"]] == [row["reward"] for row in rows]
     assert [list(one["components"].values()) for one in found["samples"]] == [row["components"] for row in rows]
@@ -186,9 +186,9 @@ def test_a_filtered_groups_rewards_are_in_the_mean_that_mlflow_holds_and_a_faile
     for found in (filtered, failed):
         drawn = {span["version"] for sample in found["samples"] for span in sample["versions"]}
         version = min(drawn)
-        rows = RunTables(log, recorded.run).groups().to_pylist()
+        rows = FullRead(log, recorded.run).groups().to_pylist()
         others = {row["group"] for row in rows if row["policy_version_min"] == version and row["group"] != found["group"]}
-        rewards = [row["reward"] for row in RunTables(log, recorded.run).samples().to_pylist() if row["group"] in others]
+        rewards = [row["reward"] for row in FullRead(log, recorded.run).samples().to_pylist() if row["group"] in others]
         rewards += [sample["reward"] for sample in found["samples"] if sample["reward"] is not None]
         assert held["reward_samples", version] == len(rewards)
         assert held["reward", version] == pytest.approx(math.fsum(rewards) / len(rewards))
@@ -245,7 +245,7 @@ def test_groups_that_came_too_late_say_how_late(
     log = MemoryLog()
     report, samples, ended = run_of(log, run_id, config_in_flight(tiny_model, tmp_path, schedule=schedule))
     assert report["groups"][fate]
-    fate_of = {row["group"]: row["status"] for row in RunTables(log, run_id).groups().to_pylist()}
+    fate_of = {row["group"]: row["status"] for row in FullRead(log, run_id).groups().to_pylist()}
     run = read_run(log, run_id)
     found = {}
     for number in (one_of(fate_of, fate), one_of(fate_of, "trained")):

@@ -52,10 +52,10 @@ def same_rewards(tables: Tables, recorded: RecordedRun) -> None:
     report = recorded.report
     ends = "(select sum(reward_trained * samples) / sum(samples) from (select * from steps order by step{} limit 1))"
     query = f"""
-        with trained as (select step as trained_at, unnest(groups) as "group", reward_trained from steps),
+        with trained as (select step as trained_at, unnest(groups) as group_id, reward_trained from steps),
         by_step as (
             select trained_at, round(avg(s.reward), 12) as asked, round(any_value(reward_trained), 12) as recorded
-            from trained join samples s using ("group") where s.reward is not null group by trained_at
+            from trained join samples s using (group_id) where s.reward is not null group by trained_at
         ),
         fates as (select status, count(*) as n from groups group by 1)
         select (select list(reward order by version) from rewards) as curve,

@@ -15,10 +15,10 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.paths import run_directory
 from penstock.pipeline.cli.app import main
 from penstock.pipeline.inspect.report.headline import headline
-from penstock.pipeline.inspect.tables.run_tables import RunTables
 from penstock.pipeline.inspect.web.build import build, write
 from tests.support.a_run import RUN, RecordBuilder
 from tests.support.browser import WAIT_MS, Watched, browser, in_a_browser
+from tests.support.full_read import FullRead
 from tests.support.page_records import EVIL, log_with, rewritten
 from tests.support.paths import ROOT
 from tests.support.recorded_run import RecordedRun
@@ -90,7 +90,7 @@ def test_a_recorded_run_opens_from_disk_and_says_what_the_report_says(looked: Wa
 
 def test_it_opens_with_three_samples_of_the_newest_step(looked: Watched, log: KafkaLog, recorded: RecordedRun) -> None:
     page = looked.open()
-    table, steps = (getattr(RunTables(log, recorded.run), name)().to_pylist() for name in ("samples", "steps"))
+    table, steps = (getattr(FullRead(log, recorded.run), name)().to_pylist() for name in ("samples", "steps"))
     rewards = sorted((row["reward"] for row in table if row["group"] in steps[-1]["groups"]), reverse=True)
     cards = page.locator("#live .card h3")
     assert cards.locator("a").all_text_contents() == ["best by reward", "median", "worst"]
@@ -175,7 +175,7 @@ def test_an_interval_tells_what_it_is_and_a_click_opens_its_group(looked: Watche
 @pytest.mark.slow
 def test_the_list_filters_by_status_reward_version_step_worker_and_text(looked: Watched, log: KafkaLog, recorded: RecordedRun) -> None:
     page, counts = looked.open("#/samples"), recorded.report["groups"]
-    table = RunTables(log, recorded.run).samples().to_pylist()
+    table = FullRead(log, recorded.run).samples().to_pylist()
     shown(page, counts["admitted"])
     for fate in ("filtered", "failed", "trained"):
         page.select_option("[name=status]", fate)
@@ -208,7 +208,7 @@ def test_a_group_shows_its_samples_and_tokens_which_tell_more(looked: Watched, l
     group_is(page, "group", number)
     for fold in page.locator("#group .card h3 button").all():
         fold.click()
-    rows = {row["sample"]: row for row in RunTables(log, recorded.run).samples().to_pylist() if row["group"] == number}
+    rows = {row["sample"]: row for row in FullRead(log, recorded.run).samples().to_pylist() if row["group"] == number}
     cards = page.locator("#group .card")
     assert cards.count() == len(rows) == 4
     for card in cards.all():

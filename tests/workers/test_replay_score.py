@@ -10,11 +10,11 @@ import penstock
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline import cli
 from penstock.pipeline.inspect.report.summary import collect
-from penstock.pipeline.inspect.tables.run_tables import RunTables
 from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.replay.rescore import RescoreRequest, score_run
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.weights.read import fetch
+from tests.support.full_read import FullRead
 from tests.support.recorded_run import JUDGE, RecordedRun
 
 STRICT = """
@@ -45,12 +45,12 @@ def frail(prompts, completions, **columns):
 
 @pytest.fixture(scope="module")
 def samples(recorded: RecordedRun, log: KafkaLog) -> list[dict[str, Any]]:
-    return list(RunTables(log, recorded.run).samples().to_pylist())
+    return list(FullRead(log, recorded.run).samples().to_pylist())
 
 
 @pytest.fixture(scope="module")
 def groups(recorded: RecordedRun, log: KafkaLog) -> dict[int, dict[str, Any]]:
-    return {row["group"]: row for row in RunTables(log, recorded.run).groups().to_pylist()}
+    return {row["group"]: row for row in FullRead(log, recorded.run).groups().to_pylist()}
 
 
 def scored(recorded: RecordedRun, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def test_a_repaired_reward_judges_groups_that_had_failed_and_is_written_as_a_new
 
 def _scored_first(log: KafkaLog, run: str, count: int) -> list[int]:
     """The lowest numbers of a run's scored groups."""
-    return [row["group"] for row in RunTables(log, run).groups().to_pylist() if row["status"] == "unused"][:count]
+    return [row["group"] for row in FullRead(log, run).groups().to_pylist() if row["status"] == "unused"][:count]
 
 
 def test_a_reward_that_breaks_or_hangs_is_listed_with_its_reason_and_is_never_a_zero(

@@ -153,3 +153,9 @@ def open_index(log: Log, run: str) -> tuple[RunIndex, bool]:
     index.catch_up(log)
     index.close()
     return index, ended
+
+
+def all_groups(log: Log, run: str) -> pa.Table:
+    """`GROUPS` of a run, by number. Raises `LogError`."""
+    index, ended = open_index(log, run)
+    return index.groups(ended=ended).sort_by("group")

@@ -204,6 +204,7 @@ def sql(address: Address, questions: threading.BoundedSemaphore, gone: Callable[
         "more": False,
     }
     if not sql_text.strip():
+        prepare()
         return "sql.html", facts
     try:
         limits = Limits(rows=ROWS + 1, size=RESULT_BYTES, seconds=QUESTION_S, disconnected=gone)

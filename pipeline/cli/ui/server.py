@@ -51,6 +51,9 @@ HEADERS = {
     "X-Frame-Options": "DENY",
 }
 
+FOREVER = {"Cache-Control": "private, max-age=31536000, immutable"}
+"""Of scripts and style sheets, whose addresses contain their digest."""
+
 
 def stable_token(path: Path) -> str:
     """The token in this file, made at its first use, so that bookmarks survive a restart."""
@@ -214,7 +217,8 @@ class Guard:
 
         async def with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *((name.lower().encode(), value.encode()) for name, value in HEADERS.items())]
+                own = HEADERS | (FOREVER if path.startswith("static/") else {})
+                message["headers"] = [*message["headers"], *((name.lower().encode(), value.encode()) for name, value in own.items())]
             await send(message)
 
         _, token, path = [*scope["path"].split("/", 2), "", ""][:3]

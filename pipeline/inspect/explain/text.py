@@ -110,7 +110,7 @@ def _rewards(life: Plain) -> list[str]:
     short = {name: name.rpartition("/")[2] for name, _ in named}
     trained = life["step"] is not None
     head = ["sample", "reward", *(f"{short[name]} x {weight:g}" for name, weight in named)]
-    head += ["advantage", "tokens trained", "micro-batch", "weight of a token", "of the sample"] if trained else []
+    head += ["advantage", "tokens", "micro-batch", "per token", "weight"] if trained else []
     head.append("completion")
     rows = []
     for sample in life["samples"]:
@@ -118,13 +118,14 @@ def _rewards(life: Plain) -> list[str]:
             continue
         row = [str(sample["sample"]), _number(sample["reward"]), *(_number(sample["components"][name]) for name, _ in named)]
         if trained and sample["trained"] == "yes":
-            row += [_number(sample["advantage"]), str(sample["trained_tokens"]), _number(sample["micro_batch"])]
-            row += [_number(sample["token_weight"]), _number(sample["weight"])]
+            weights = [_number(sample[name], digits=4) for name in ("token_weight", "weight")]
+            row += [_number(sample["advantage"], digits=4), str(sample["trained_tokens"]), _number(sample["micro_batch"]), *weights]
         elif trained:
             row += ["-", f"0: {sample['trained']}" if life["step"]["denominator"] is not None else "-", "-", "-", "-"]
         rows.append([*row, json.dumps(_short(sample["completion"], SHOWN_COMPLETION), ensure_ascii=False)])
     mean = f"mean {_number(rewards['mean'])}, from {_number(rewards['lowest'])} to {_number(rewards['highest'])}"
-    return [*columns([head, *rows]), mean, *_logged(life)]
+    explained = ["tokens: those trained; weight: the sample's in the gradient, and per token"] if trained else []
+    return [*columns([head, *rows]), *explained, mean, *_logged(life)]
 
 
 def _logged(life: Plain) -> list[str]:
@@ -203,8 +204,8 @@ def _after(moment: float | None, zero: float | None) -> str:
     return "-" if moment is None or zero is None else f"{moment - zero:+.3f}"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.6g}"
+def _number(value: float | None, *, digits: int = 6) -> str:
+    return "-" if value is None else f"{value:.{digits}g}"
 
 
 def _short(text: str, shown: int = SHOWN_TEXT) -> str:

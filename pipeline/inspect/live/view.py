@@ -202,7 +202,8 @@ class LiveView:
 
     def _frame(self) -> RenderableType:
         width, height = (WIDTH, HEIGHT) if isinstance(self._live, NotebookScreen) else self._console.size
-        return frame(
+        width -= len("^C")  # whose echo must not start a new line, or the frame's first line stays on the screen
+        shown = frame(
             self.view,
             now_s=time.time(),
             silent=self.silent,
@@ -213,13 +214,11 @@ class LiveView:
             status=self.status,
             steady=self._steady,
         )
+        return Constrain(shown, width)
 
     def _refresh(self) -> None:
         assert self._live is not None
-        shown = self._frame()
-        if isinstance(self._live, Live):  # an echoed ^C must not start a new line: the frame's first line would stay on the screen
-            shown = Constrain(shown, self._console.width - len("^C"))
-        self._live.update(shown, refresh=True)
+        self._live.update(self._frame(), refresh=True)
 
     def _tell_dead_letter(self, dead_letter: DeadLetter) -> None:
         """Print the first dead letters of a kind, and later only their number, at growing intervals."""

@@ -1,4 +1,4 @@
-"""Samples, groups, steps and turns of a run as Arrow tables. Of duplicate records the first one is used; unknown values are null."""
+"""Samples and turns of a run as Arrow tables. Of duplicate records the first one is used; unknown values are null."""
 
 import json
 import math
@@ -10,17 +10,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from penstock.infra.log import Log, Partition
-from penstock.pipeline.inspect.run_status import group_statuses
-from penstock.pipeline.inspect.run_view import read_view
-from penstock.pipeline.inspect.status import WATCHED
 from penstock.pipeline.inspect.tables.timeline import schema
 from penstock.pipeline.learner.micro_batches import advantage_function, combined_advantages, sequences
 from penstock.pipeline.runtime.registration.run_registry import find
-from penstock.pipeline.runtime.topic_reader import Read, RunReader
-from penstock.pipeline.scheduling.rules import OPEN
+from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics.groups import Group
-from penstock.topics.ledger import Entry
-from penstock.topics.prompts import Prompt
 from penstock.topics.rollouts import Rollout
 from penstock.topics.samples import generated
 
@@ -75,77 +69,31 @@ SAMPLES = schema(
     tokens int
     """
 )
-GROUPS = schema(
-    """
-    group int, epoch int, row int, prompt text, prompt_ids int32s, columns text, min_version int, samples_per_prompt int,
-    status text, reason text, samples int, no_reward int, reward_mean float, policy_version_min int, policy_version_max int,
-    admitted time, scored time, outcome text, sha256 text, partition int, offset int
-    """
-)
-STEPS = schema("step int, version int, committed time, groups ints, boundaries ints, digest text")
-"""Columns of a step. Metrics follow as float64 columns, by name."""
 
 
 class RunTables:
-    """The tables of one run. Outcomes, which two tables need, are read once."""
+    """The tables of one run that its index does not have."""
 
     def __init__(self, log: Log, run: str) -> None:
         self.log, self.run = log, run
         self._reader = RunReader(log, run)
-        self._outcomes: dict[int, dict[str, Any]] | None = None
 
     def samples(self) -> pa.Table:
         """Return `SAMPLES`, every finished sample. Reward and advantage are null before scoring; so is a custom function's advantage."""
-        outcomes, scored_columns = dict[int, dict[str, Any]](), dict[tuple[int, int], dict[str, Any]]()
+        scored_columns: dict[tuple[int, int], dict[str, Any]] = {}
         record = find(self.log, self.run)
         advantages = Advantages(json.loads(record.config) if record is not None and record.config else {}, trust_code=False)
         for read in self._reader.groups():
             if (group := read.payload) is not None:
-                outcomes[group.group] = _outcome_columns(group, read)
                 values = [None if value != value else value for value in map(float, advantages.of(group))]  # noqa: PLR0124
                 for sample, advantage in zip(group.samples, values, strict=True):
                     columns = {name: getattr(sample, name) for name in ("completion", "reward", "components", "reward_error", "logged")}
                     scored_columns[group.group, sample.rollout.sample] = {**columns, "advantage": advantage}
-        self._outcomes = outcomes
         rows = [
             {**_attributes(rollout, SAMPLES), **scored_columns.get(key, {}), "tokens": len(generated(rollout))}
             for key, rollout in self._rollouts()
         ]
         return _table(rows, SAMPLES)
-
-    def groups(self) -> pa.Table:
-        """Return `GROUPS`, every admitted group; `status` is the final status, or `open` for an unfinished group of an active run."""
-        status_of = group_statuses(read_view(self._reader, topics=WATCHED))
-        if (outcomes := self._outcomes) is None:
-            payloads = ((read.payload, read) for read in self._reader.groups())
-            outcomes = {group.group: _outcome_columns(group, read) for group, read in payloads if group is not None}
-        admitted = {read.payload.group: read.payload for read in self._reader.prompts() if read.payload is not None}
-        rows = [
-            {**_attributes(prompt, GROUPS), **outcomes.get(number, {}), "status": status_of.get(number, OPEN)}
-            for number, prompt in sorted(admitted.items(), key=lambda item: item[0])
-        ]
-        return _table(rows, GROUPS)
-
-    def steps(self) -> pa.Table:
-        """Return `STEPS`, every committed step, with a column per metric."""
-        committed: dict[int, Entry] = {}
-        for entry in self._reader.entries():
-            if entry.kind == "step" and entry.step is not None:
-                committed.setdefault(entry.step, entry)
-        names = sorted({name for entry in committed.values() for name in entry.metrics} - set(STEPS.names))
-        rows = [
-            {
-                "step": entry.step,
-                "version": entry.version,
-                "committed": entry.time_ns,
-                "groups": [planned.group for planned in entry.plan],
-                "boundaries": entry.boundaries,
-                "digest": entry.digest,
-                **{name: entry.metrics.get(name) for name in names},
-            }
-            for _, entry in sorted(committed.items())
-        ]
-        return _table(rows, pa.schema([*STEPS, *(pa.field(name, pa.float64()) for name in names)]))
 
     def turns(self) -> pa.Table:
         """Return `TURNS`, every part of every trajectory, in order; versions are null for parts that the environment wrote."""
@@ -159,34 +107,15 @@ class RunTables:
 ATTRIBUTES = {
     "policy_version_min": "version_min",
     "policy_version_max": "version_max",
-    "prompt_ids": "token_ids",
     "started": "started_ns",
     "ended": "ended_ns",
-    "admitted": "created_ns",
 }
-"""Column -> attribute of a sample or prompt with another name."""
+"""Column -> attribute of a sample with another name."""
 
 
-def _attributes(record: Rollout | Prompt, schema: pa.Schema) -> dict[str, Any]:
+def _attributes(record: Rollout, schema: pa.Schema) -> dict[str, Any]:
     named = {column: ATTRIBUTES.get(column, column) for column in schema.names}
     return {column: getattr(record, name) for column, name in named.items() if hasattr(record, name)}
-
-
-def _outcome_columns(group: Group, read: Read[Group]) -> dict[str, Any]:
-    rollouts = [sample.rollout for sample in group.samples]
-    return {
-        "reason": group.reason,
-        "samples": len(rollouts),
-        "no_reward": len(rollouts) - len(group.rewards),
-        "reward_mean": sum(group.rewards) / len(group.rewards) if group.rewards else None,
-        "policy_version_min": min((rollout.version_min for rollout in rollouts), default=None),
-        "policy_version_max": max((rollout.version_max for rollout in rollouts), default=None),
-        "scored": group.scored_ns,
-        "outcome": group.outcome,
-        "sha256": read.headers and read.headers.sha256,
-        "partition": read.record.partition,
-        "offset": read.record.offset,
-    }
 
 
 def sample_rows(group: Group, parts: Sequence[pa.RecordBatch], advantages: Sequence[float]) -> pa.Table:

@@ -11,7 +11,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from penstock.pipeline.inspect.records.runs import size
-from penstock.pipeline.inspect.report.formats import duration
 from penstock.topics.wire.visible import visible
 
 SCRIPTS = ("uplot.js", "dom.js", "data.js", "charts.js", "group.js", "samples.js", "timeline.js", "pointer.js", "app.js")
@@ -79,7 +78,7 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"number": number, "share": share, "duration": duration, "size": size}
+    made.filters |= {"number": number, "share": share, "size": size, "version": version}
     made.globals |= {"spark": spark, "bar": bar, "styles": STYLES, "scripts": ("htmx.js", *SCRIPTS)}
     return made
 
@@ -93,6 +92,12 @@ def render(template: str, **values: Any) -> bytes:
 def asset(name: str) -> str:
     """The text of a script or style sheet."""
     return (files("penstock.pipeline.inspect.web") / "static" / name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def version(name: str) -> str:
+    """A name for the content of a script or style sheet, so that browsers may keep it."""
+    return hashlib.sha256(asset(name).encode()).hexdigest()[:12]
 
 
 def digest(text: str) -> str:

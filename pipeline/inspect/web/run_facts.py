@@ -256,7 +256,7 @@ _STEP_CHARTS: Sequence[tuple[str, str, Mapping[str, str]]] = (
     ("KL", "nat a token, k3", {"kl_behaviour_k3": "behaviour to current", "kl_reference": "to reference"}),
     ("Loss", "", {"loss": "loss"}),
     ("Gradient norm", "before clipping", {"grad_norm": "norm"}),
-    ("Time of a step", "s", {"compute_s": "computed", "wait_s": "waited for groups"}),
+    ("Time of a step", "s, without the first", {"compute_s": "computed", "wait_s": "waited for groups"}),
 )
 
 
@@ -265,7 +265,8 @@ def curves(view: RunView, *, components: Mapping[str, Iterable[tuple[int, float 
     steps, per_version = sorted(view.steps), steps_per_version(view)
 
     def by_step(name: str, label: str) -> Facts:
-        return curve(label, [(step, view.steps[step].metrics.get(name)) for step in steps])
+        shown = steps[1:] if name.endswith("_s") else steps  # the first step waits until the workers have started
+        return curve(label, [(step, view.steps[step].metrics.get(name)) for step in shown])
 
     measure = "reward" if all("greedy_reward" in measured.values for measured in view.evals.values()) else "accuracy"
     rewards = [(version * per_version, tally.mean) for version, tally in sorted(view.rewards.items())]

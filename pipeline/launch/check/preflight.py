@@ -44,6 +44,8 @@ SHOWN = 400
 ENOUGH = 16
 """Samples from which equal rewards are no accident: a policy that is right in a fifth of them has no reward in 16 with 3 %."""
 CHILD = "penstock.pipeline.launch.check.preflight:child"
+TRAINED = 8
+"""Samples of the micro-batch that training is timed with."""
 COPIES = 2
 """Completions of a call: a reward that returns one number for any number of completions would pass with one."""
 PROMPTS, SAMPLES = 8, 8
@@ -81,14 +83,7 @@ def check(config: Config, *, tell: Tell, samples: bool, here: bool = True, notif
         check_devices(config)
     if here and config.model_directory.is_dir():
         check_engine(config)
-    try:
-        info, kinds = check_inputs(config, notify=notify)
-    except (PenstockError, ConfigError):
-        # The numbers show what is requested even if a file is missing.
-        rows = config.data.limit or config.data.size or (config.run.steps or 0) * config.schedule.prompts_per_step
-        for name, text in arithmetic(config, rows=rows) if rows else ():
-            note(name, text)
-        raise
+    info, kinds = check_inputs(config, notify=notify)
     for name, text in arithmetic(config, rows=info["rows"]):
         note(name, text)
     count = parameters(config.model_directory)
@@ -147,8 +142,13 @@ def _samples(config: Config, info: Mapping[str, Any], note: Tell, notify: Callab
     generating_s = trained * trial_result["generate_s"] / len(samples) / config.rollout.workers
     took = f"{tokens} tokens in {trial_result['generate_s']:.1f} s, {len(samples)} samples concurrently"
     note("generation", f"the model loaded in {trial_result['load_s']:.1f} s; {took}")
-    longest = f"at most {duration(generating_s)} of generation for {trained:,} samples at that rate"
-    note("time", f"{longest}; training takes additional time or overlaps")
+    longest = f"{duration(generating_s)} of generation"
+    if (rates := trial_result["training_s"]) is None:
+        note("time", f"at most {longest} for {trained:,} samples at that rate; training overlaps or adds to it")
+        return samples
+    training_s = rates[0] * trained + rates[1] * info["steps"]
+    parts = f"{longest} and {duration(training_s)} of training for {trained:,} samples, more or less overlapping"
+    note("time", f"{duration(max(generating_s, training_s))} to {duration(generating_s + training_s)}: {parts}")
     return samples
 
 
@@ -227,7 +227,7 @@ def rows_of(config: Config) -> list[Row]:
 def generate(config: Config, environment: Mapping[str, str]) -> dict[str, Any]:
     """Up to `SAMPLES` samples of each of the first rows from the run's engine, in a child process with these environment variables.
 
-    Returns `samples`: row, prompt, completion, token_ids and finish of each; `load_s` and `generate_s`. Raises `PenstockError`.
+    Returns `samples`: row, prompt, completion, token_ids and finish of each; `load_s`, `generate_s`, `training_s`. Raises `PenstockError`.
     """
     with _children(CHILD, {"config": to_json(config), "environment": dict(environment)}, timeout_s=GENERATE_LIMIT_S, rules=_ENGINE) as pool:
         return dict(_result(pool, {}, what="generating"))
@@ -297,6 +297,32 @@ def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, An
     return lambda _: {"load_s": load_s, **_generate(config, engine)}
 
 
+def _training_s(config: Config, samples: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
+    """Seconds of a sample's backward pass and of an optimizer step; None for a trainer on GPUs or in several processes."""
+    import numpy as np
+
+    from penstock.pipeline.algorithms.losses import batch_loss
+    from penstock.pipeline.learner.micro_batches import TokenSequence, pack
+    from penstock.pipeline.runtime.factories import make_backend
+
+    pairs = [[np.array(sample[name], np.int32) for name in ("prompt_ids", "token_ids")] for sample in samples if sample["token_ids"]]
+    single = config.trainer.backend == "torch" and config.trainer.processes == 1 and config.environment.source is None
+    if not pairs or not single or visible_gpus() or parameters(config.model_directory) is None:
+        return None
+    backend, times = make_backend(config, steps=1), [0.0]
+    common: dict[str, Any] = {"group": 0, "advantage": 1.0}
+    batch = pack([
+        TokenSequence(sample=number, prompt_ids=prompt, completion_ids=ids, behaviour_logprobs=np.zeros(len(ids), np.float32),
+                      loss_mask=np.ones(len(ids), np.bool_), **common) for number, (prompt, ids) in enumerate(pairs[:TRAINED])
+    ])  # fmt: skip
+    for _ in range(2):  # the first pass is slower than all others
+        times = [time.monotonic()]
+        backend.backward(batch, lambda logprobs: batch_loss(logprobs, batch, proximal=logprobs.detach()))
+        times.append(time.monotonic())
+        backend.step(denominator=float(batch.tokens))
+    return (times[1] - times[0]) / len(pairs[:TRAINED]), time.monotonic() - times[1]
+
+
 def _generate(config: Config, engine: Any) -> dict[str, Any]:
     from penstock.infra.engines.base import GroupRequest, Sampling
     from penstock.pipeline.runtime.sampling import episode_request
@@ -322,6 +348,7 @@ def _generate(config: Config, engine: Any) -> dict[str, Any]:
             "row": group,
             "prompt": prompts[group][0],
             "completion": decoder.decode(generated(completion)),
+            "prompt_ids": prompts[group][1].tolist(),
             "token_ids": generated(completion).tolist(),
             "finish": completion.finish,
             "episode": next(iter(rewards.episodes_of([completion]) or ()), None),
@@ -330,7 +357,8 @@ def _generate(config: Config, engine: Any) -> dict[str, Any]:
         for (group, _), completion in sorted(ended.items())
     ]
     engine.close()
-    return {"samples": samples, "generate_s": time.monotonic() - started}
+    generate_s = time.monotonic() - started
+    return {"samples": samples, "generate_s": generate_s, "training_s": _training_s(config, samples)}
 
 
 @contextmanager
@@ -342,7 +370,7 @@ def _children(target: str, init: Mapping[str, Any], *, timeout_s: float, rules: 
 
 
 def _result(pool: ChildPool[int], payload: Mapping[str, Any], *, what: str) -> Any:
-    """The result of one call of a child process. Raises `PenstockError`, whose message starts with `what`."""
+    """The result of one call of a child process. Raises `PenstockError`, whose message starts with `what`, and `ConfigError` for a key."""
     pool.submit(0, dict(payload))
     try:
         while True:
@@ -351,4 +379,5 @@ def _result(pool: ChildPool[int], payload: Mapping[str, Any], *, what: str) -> A
                     raise PenstockError(f"{what}: {ended.reason}")
                 return ended.result
     except ChildError as error:
-        raise PenstockError(str(error).partition(": ")[2] or str(error)) from error
+        text = str(error).partition(": ")[2] or str(error)
+        raise (ConfigError if text.startswith("reward.functions: ") else PenstockError)(text) from error

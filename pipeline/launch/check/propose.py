@@ -80,6 +80,15 @@ class Inputs:
         return room if self.context is None else max(1, min(room, self.context - self.prompt_room))
 
     @property
+    def completion_use(self) -> str:
+        """What the room is for."""
+        return (
+            f"references have up to {self.longest_reference} tokens, the rest is room to reason"
+            if self.longest_reference
+            else "time grows with it"
+        )
+
+    @property
     def small(self) -> bool:
         """True if the model is too small to reason, and its updates too fine for bfloat16."""
         return (self.count or UNKNOWN) < 10**7
@@ -261,7 +270,7 @@ def _schedule(inputs: Inputs, *, vllm: bool) -> list[str]:
         _line("samples_per_prompt", 8, "completions in a group; use more if rewards are rare"),
         "",
         "[sampling]",
-        _line("max_new_tokens", inputs.completion_room, "longer completions are truncated; time grows with it"),
+        _line("max_new_tokens", inputs.completion_room, f"{inputs.completion_use}; longer completions are truncated"),
         _line("temperature", 1.0),
         "",
         "[algorithm]",

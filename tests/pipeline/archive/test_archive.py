@@ -39,7 +39,6 @@ from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.inspect.records.runs import Note, note_of
 from penstock.pipeline.inspect.report.summary import collect, summarise
 from penstock.pipeline.inspect.run_view import load
-from penstock.pipeline.inspect.tables.run_tables import RunTables
 from penstock.pipeline.inspect.tables.timeline import timeline
 from penstock.pipeline.runtime.registration.run_registry import all_runs, find
 from penstock.pipeline.runtime.topic_reader import scan
@@ -48,6 +47,7 @@ from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TOPICS, topics_of
 from penstock.topics.wire.record import Outgoing, Record
 from tests.support.a_run import RecordBuilder
 from tests.support.bare_clients import c_client
+from tests.support.full_read import FullRead
 from tests.support.paths import ROOT
 
 STEPS = 3
@@ -448,9 +448,9 @@ def test_views_say_what_the_tables_and_the_report_say_live_and_archived(log: Kaf
     live = LiveTables(log, run_id)
     for tables in (live, ArchivedTables(ArchivedLog(find_archive(tmp_path)))):
         for name, table, order in (
-            ("samples", RunTables(log, run_id).samples(), "group_id, sample"),
-            ("groups", RunTables(log, run_id).groups(), "group_id"),
-            ("steps", RunTables(log, run_id).steps(), "step"),
+            ("samples", FullRead(log, run_id).samples(), "group_id, sample"),
+            ("groups", FullRead(log, run_id).groups(), "group_id"),
+            ("steps", FullRead(log, run_id).steps(), "step"),
         ):
             found = run_query(tables, f"select * from {name} order by {order}")
             for column in table.column_names:

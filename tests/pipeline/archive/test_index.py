@@ -15,10 +15,10 @@ from penstock.pipeline.archive.index import run_index, segments
 from penstock.pipeline.archive.index.queries import ORDERS, Filters, GroupList
 from penstock.pipeline.archive.index.run_index import RunIndex
 from penstock.pipeline.archive.index.segments import SampleCopy
-from penstock.pipeline.inspect.tables.run_tables import RunTables
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
 from tests.support.a_run import RUN, RecordBuilder, as_records
+from tests.support.full_read import FullRead
 from tests.support.page_records import log_with
 
 pytestmark = pytest.mark.costly  # reads the log in full many times
@@ -66,7 +66,7 @@ def plain(table: pa.Table, *columns: str) -> list[dict[str, Any]]:
 
 
 def same_as_a_full_read(index: RunIndex, log: MemoryLog) -> None:
-    tables = RunTables(log, RUN)
+    tables = FullRead(log, RUN)
     for full, indexed in ((tables.groups(), index.groups()), (tables.steps(), index.steps())):
         assert plain(indexed, *full.column_names) == plain(full, *full.column_names)
 
@@ -137,7 +137,7 @@ def test_a_copy_of_the_samples_that_grows_with_the_log_equals_a_full_read(tmp_pa
         copy = SampleCopy(log, RUN, directory=tmp_path)
         rest = copy.catch_up(waiting, since_ms=0)
         table = pa.concat_tables([*(pq.read_table(path, schema=rest.schema) for path in copy.paths), rest])
-        full = RunTables(log, RUN).samples()
+        full = FullRead(log, RUN).samples()
         names = ["group", "sample", *(name for name in full.column_names if name not in ("group", "sample", "started", "ended"))]
         assert plain(table, *names) == plain(full, *names)
     assert copy.paths and not len(SampleCopy(log, RUN, directory=tmp_path).catch_up((), since_ms=0))

@@ -24,7 +24,7 @@ from starlette.datastructures import QueryParams
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.paths import run_directory
-from penstock.pipeline.archive.sql import as_file
+from penstock.pipeline.archive.sql import as_file, write_csv
 from penstock.pipeline.cli.ui import pages, store
 from penstock.pipeline.cli.ui.server import AsciiJson, Server, stable_token
 from penstock.pipeline.inspect.live.saved_view import ViewWriter
@@ -96,7 +96,9 @@ def test_a_page_allows_its_own_scripts_and_nothing_from_elsewhere(server: Server
     policy = headers["content-security-policy"]
     assert "default-src 'none'" in policy and "script-src 'self'" in policy and "frame-ancestors 'none'" in policy
     assert "unsafe" not in policy
-    assert all(address.startswith("/secret/static/") for address in re.findall(r'<script[^>]* src="([^"]*)"', page))
+    scripts = re.findall(r'<script[^>]* src="([^"]*)"', page)
+    assert scripts and all(re.fullmatch(r"/secret/static/\w+\.js\?[0-9a-f]{12}", script) for script in scripts)  # kept until it changes
+    assert asked(server, scripts[0])[2]["cache-control"] == "private, max-age=31536000, immutable"
     assert re.findall(r"<script(?![^>]* src=)(?![^>]*application/json)", page) == []
     assert headers["referrer-policy"] == "no-referrer"
     assert headers["cache-control"] == "no-store"
@@ -252,7 +254,7 @@ def test_the_samples_of_a_filter_are_files_in_three_formats(server: Server, monk
     assert status == 400 and "more than 12 rows: narrow the filter" in page
 
 
-def test_no_cell_of_a_csv_file_is_a_formula_of_a_spreadsheet() -> None:
+def test_no_cell_of_a_csv_file_is_a_formula_of_a_spreadsheet_and_any_text_is_read_back_from_it() -> None:
     csv.field_size_limit(1 << 21)
     texts = ["=1+1", "+1", "-1", "@SUM(1)", "\t=1", "\r=1", "plain", "a\nb", "\x1b[2J", "x" * 1_000_000, "\u202e=1", None]
     table = pa.table({"=own": texts, "number": [-1.5] * len(texts), "list": [[-1]] * len(texts)})
@@ -263,6 +265,9 @@ def test_no_cell_of_a_csv_file_is_a_formula_of_a_spreadsheet() -> None:
     lines = as_file(table, "jsonl").decode().splitlines()
     assert [json.loads(line)["=own"] for line in lines] == texts
     assert pq.read_table(io.BytesIO(as_file(table, "parquet"))).equals(table)
+    write_csv(table, lines := io.StringIO(newline=""))
+    assert [row[0] for row in csv.reader(io.StringIO(lines.getvalue(), newline=""))] == ["=own", *texts[:11], ""]
+    assert not lines.getvalue().endswith("\r\n") and '"\r=1"' in lines.getvalue()  # a bare CR would end the row
 
 
 def test_notes_of_runs_change_only_with_write_and_from_a_page_of_the_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -370,7 +370,7 @@ def test_check_draws_the_samples_of_a_step_by_the_engine_and_judges_them(tmp_pat
     assert [sample["answer"] for sample in checked.samples] == [str(2 * number) for number in range(8) for _ in range(8)]
     assert all(sample["reward"] == len(sample["completion"]) for sample in checked.samples)
     assert "What is 1 plus 1?" in records["sample 2"] and records["rewards"].startswith("of 64 samples of 8 prompts: ")
-    assert {"generation", "time"} <= records.keys()
+    assert "generation" in records and (" of training for " in records["time"]) == (engine == "transformers")  # no weights, no training
 
 
 @pytest.mark.costly
