@@ -106,7 +106,7 @@ def test_a_recorded_step_is_trained_without_groups(poisoned: str, capsys: pytest
     for without, why in {
         "3": "none of the replayed steps was trained on group 3",
         "20,21,22,23": "no group of step",
-        "x": "numbers of groups",
+        "x": "expected group numbers",
     }.items():
         assert main([*command, "--without", without]) == 2
         assert why in capsys.readouterr().err

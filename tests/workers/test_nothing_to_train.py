@@ -56,7 +56,7 @@ def test_a_reward_that_is_broken_for_an_hour_stops_the_run_with_its_error_and_th
     error = r"(9|[1-9]\d) groups were dropped before step 0 .* \1 failed; the last one: .*ConnectionError: the judge does not answer"
     stopped = attended(log, run_id, config, error=error)
     assert (stopped["status"], stopped["steps"], stopped["groups"]["trained"]) == ("stopped", 0, 0)
-    assert "mend the reward" in as_text(stopped)
+    assert "fix the reward function" in as_text(stopped)
     again = attended(log, run_id, config, error="groups were dropped since the trainer was started")  # resumed within the hour
     assert again["groups"]["failed"] > stopped["groups"]["failed"]
     flag.unlink()

@@ -171,7 +171,7 @@ def test_a_repaired_reward_judges_groups_that_had_failed_and_is_written_as_a_new
         taken = [row["reward"] for row in rows if row["group"] in lowest]
         assert first == pytest.approx(sum(taken) / len(taken))
         assert cli.main(["replay", "score", recorded.run, "--bootstrap", recorded.bootstrap, "--write", run_id]) == 2
-        assert "exists already" in capsys.readouterr().err.splitlines()[-1]
+        assert "exist already" in capsys.readouterr().err.splitlines()[-1]
         assert cli.main(["audit", run_id, "--bootstrap", recorded.bootstrap]) == 1
         assert capsys.readouterr().err.splitlines()[-1].endswith("it is closed and no worker has ever reported")
         unused = str(_scored_first(log, run_id, 1)[0])
@@ -262,5 +262,5 @@ def test_the_page_says_what_changed(recorded: RecordedRun, tmp_path: Path, capsy
     assert "samples had no reward before" in shown
     assert shown.splitlines()[-1].startswith("flips ")  # what it comes to stands last, where a terminal stands still
     assert shown.index("changed outcomes") < shown.index("groups scored again")
-    assert "edited since" not in shown
+    assert "edited after" not in shown
     assert JUDGE not in shown

@@ -70,7 +70,7 @@ def test_it_begins_at_a_checkpoint_where_there_is_one_and_needs_no_weights_of_th
     messages, said = answered(capsys)
     assert messages["start"] == {"step": 5, "checkpoint": 4, "repeated": 1}
     assert (messages["steps"], messages["matching_steps"]) == (2, 2)
-    assert "using version 0 of the log" in said
+    assert "using version 0 from the log" in said
 
 
 def copied(log: KafkaLog, run: str, *, altered: int | None = None) -> MemoryLog:
@@ -247,7 +247,7 @@ def test_what_a_replay_cannot_change_is_refused_with_the_reason(recorded: Record
         (["--mlflow"], "--mlflow needs --set or --without"),
         (["--export", "made"], "--export needs --set or --without"),
         (["--set", "algorithm.loss=gspo", "--keep-going"], "--keep-going cannot be combined with"),
-        (["--set", "algorithm.loss=gspo", "--export", f"{__file__}/made"], "nothing can be written to"),
+        (["--set", "algorithm.loss=gspo", "--export", f"{__file__}/made"], "is not writable"),
     ],
 )
 def test_options_that_would_do_nothing_or_fail_in_the_end_are_refused_at_once(

@@ -185,5 +185,5 @@ def test_a_filter_selects_the_groups_for_which_its_conditions_hold(listed: Group
 @pytest.mark.parametrize("cursor", ["", "x", "1.0:", ":4"])
 def test_a_cursor_that_no_page_gave_is_refused(listed: GroupList, cursor: str) -> None:
     if cursor:
-        with pytest.raises(ValueError, match="expected the `next` of a page"):
+        with pytest.raises(ValueError, match="expected the value of `next` from a page"):
             listed.page(after=cursor)
