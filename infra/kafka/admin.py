@@ -311,7 +311,8 @@ class Admin:
             raise
         except LogError:
             return []  # this user may see neither, as one with the rights of a role
-        values = {key: value.get("value") for key, value in configs["broker"][broker].items()}
+        # Some services report no settings of brokers.
+        values = {key: value.get("value") for key, value in configs.get("broker", {}).get(broker, {}).items()}
         return [
             Weakness(
                 f"{_INTERNAL[topic]} is {values[_INTERNAL[topic]]} on {len(brokers)} broker{'s' * (len(brokers) > 1)}: "
