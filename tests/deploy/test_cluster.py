@@ -26,7 +26,7 @@ from penstock.infra.errors import ConfigError
 from penstock.pipeline import cli
 from penstock.pipeline.runtime.roles import acl_rules
 from tests.support.children import child
-from tests.support.kubernetes import API, GATEWAY, IMAGES, NODES, SHARED_FOLDERS, TOKEN, Kubernetes, missing, wait_for
+from tests.support.kubernetes import GATEWAY, IMAGES, NODES, SHARED_FOLDERS, Kubernetes, missing, wait_for
 from tests.support.paths import EXAMPLES, ROOT
 from tests.support.secured_broker import MECHANISM, SecuredBroker
 from tests.support.value_sets import BINARIES, CHART, VALUE_SETS, rendered
@@ -281,7 +281,7 @@ def test_rollout_workers_follow_kedas_expression_from_one_to_four_to_two(
     release = Release(cluster, secured, models, "scaled", replicas={}, autoscaling=scaling)
     release.await_steps(3)
     counts = [len(release.pods("rollout"))]
-    with _prometheus(tmp_path):
+    with _prometheus(tmp_path, [f"{pod['status']['podIP']}:9100" for pod in release.pods()]):
         for groups in (GROUPS // 4, GROUPS // 2):
             release.upgrade(autoscaling={**scaling, "groupsPerWorker": groups})
             counts.append(_desired(cluster.get("scaledobject", "scaled-rollout")["spec"]))
@@ -311,12 +311,10 @@ def _desired(scaled: Any) -> int:
 
 
 @contextmanager
-def _prometheus(folder: Path) -> Iterator[None]:
-    """A Prometheus that finds the pods by the API server, as PodMonitor has it."""
-    tls = {"tls_config": {"insecure_skip_verify": True}, "authorization": {"credentials": TOKEN}}
-    named = {"source_labels": ["__meta_kubernetes_pod_container_port_name"], "regex": "health", "action": "keep"}
-    job = {"job_name": "penstock", "honor_labels": True, "kubernetes_sd_configs": [{"role": "pod", "api_server": API, **tls}]}
-    settings = {"global": {"scrape_interval": "1s"}, "scrape_configs": [{**job, "relabel_configs": [named]}]}
+def _prometheus(folder: Path, pods: list[str]) -> Iterator[None]:
+    """A Prometheus that reads these pods: Debian's is built without the discovery by the API server."""
+    job = {"job_name": "penstock", "honor_labels": True, "static_configs": [{"targets": pods}]}
+    settings = {"global": {"scrape_interval": "1s"}, "scrape_configs": [job]}
     (folder / "prometheus.yml").write_text(yaml.safe_dump(settings))
     command = [
         "prometheus",
@@ -324,8 +322,9 @@ def _prometheus(folder: Path) -> Iterator[None]:
         f"--storage.tsdb.path={folder}/data",
         f"--web.listen-address={SERVED_AT}",
     ]
-    with (folder / "log").open("wb") as log, child(command, stdout=log, stderr=log):
-        wait_for(lambda: _is_served(f"http://{SERVED_AT}/-/ready"), "Prometheus is ready")
+    with (folder / "log").open("wb") as log, child(command, stdout=log, stderr=log) as prometheus:
+        wait_for(lambda: _is_served(f"http://{SERVED_AT}/-/ready") or prometheus.poll() is not None, "Prometheus is ready")
+        assert prometheus.poll() is None, (folder / "log").read_text()
         time.sleep(10)  # values of several steps
         yield
 
