@@ -309,7 +309,7 @@ def test_a_run_whose_workers_are_killed_and_into_which_a_stranger_writes_is_clea
     assert broken(found) == set(), as_text(found)
     assert as_table(found)["statuses"]["trained"] == 80
     assert as_table(found)["duplicates"]["ledger"] == 5
-    assert sum(as_table(found)["dead_letters"].values()) == 5 * len(OWNED), as_text(found)
+    assert sum(as_table(found)["dead_letters"].values()) == foreign * len(OWNED), as_text(found)
     print(as_text(found))
 
 
