@@ -40,7 +40,8 @@ class Sleeping:
     """A trajectory of about `turns` turns (standard deviation `uneven` of that), each N(`mean`, `sigma`) seconds, cut at zero.
 
     `between` and `within` multiply all times of a group, and of a sample, by log-normal factors of these deviations. A reset fails with
-    probability `failing`, after `failing_s`. With `together`, that many trajectories run in lock-step.
+    probability `failing`, after `failing_s`. With `together`, that many trajectories run in lock-step. A row's column `turns`, if it has
+    one, replaces `turns`.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Sleeping:
         self.mean, self.sigma, self.turns, self.uneven = mean, sigma, turns, uneven
         self.between, self.within, self.failing, self.failing_s, self.together = between, within, failing, failing_s, together
 
-    async def reset(self, *, seed: int) -> str:
+    async def reset(self, *, seed: int, turns: int | None = None) -> str:
         """Start; raises if the reset fails."""
         number = STARTED[seed]
         STARTED[seed] += 1
@@ -58,7 +59,7 @@ class Sleeping:
         if self.random.random() < self.failing:
             await asyncio.sleep(self.failing_s)
             raise RuntimeError("no free instance")
-        self.left = max(1, round(self.random.gauss(self.turns, self.uneven * self.turns)))
+        self.left = max(1, round(self.random.gauss(turns or self.turns, self.uneven * (turns or self.turns))))
         self.factor = Random(f"group {seed}").lognormvariate(0.0, self.between) * self.random.lognormvariate(0.0, self.within)
         if self.together:
             await TOGETHER.wait(self.together)

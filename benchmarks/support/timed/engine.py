@@ -23,6 +23,7 @@ from penstock.infra.engines.base import (
     check_tensors,
 )
 from penstock.infra.tensors.stream import TensorBytes
+from penstock.pipeline.agents.engine import turn_of
 
 LONGEST_STEP_S = 0.05
 """After this long `step` returns, so that its owner reads new prompts and weights. Samples end at decode steps, as in any engine."""
@@ -44,8 +45,9 @@ class _Row:
 class TimedEngine:
     """Generates as many samples as `stages.concurrency` at once, and the others after them."""
 
-    def __init__(self, stages: Stages) -> None:
+    def __init__(self, stages: Stages, *, slot: int = 0) -> None:
         self._stages, self.version = stages, DIRECTORY_VERSION
+        self._paces = stages.paces[slot] if stages.paces else ()
         self._shapes: dict[str, tuple[int, ...]] | None = None
         self._requests: dict[int, GroupRequest] = {}
         self._ended: dict[int, int] = {}
@@ -167,7 +169,8 @@ class TimedEngine:
 
     def _row(self, group: int, sample: int) -> _Row:
         tokens = self._stages.lengths_of(group)[sample]
-        return _Row(self._steps + tokens, group, sample, tokens, self._steps, self._at_s, [Span(self.version, 0)])
+        pace = self._paces[turn_of(group)[0] % len(self._paces)] if self._paces else 1.0
+        return _Row(self._steps + tokens * pace, group, sample, tokens, self._steps, self._at_s, [Span(self.version, 0)])
 
     def _completion(self, row: _Row, *, tokens: int, finish: Finish) -> Completion:
         ids = np.full(tokens, TOKEN, np.int32)
@@ -183,6 +186,6 @@ class TimedEngine:
         return int((monotonic_s + self._wall_offset_s) * 1e9)
 
 
-def kind(stages: Stages) -> EngineKind:
-    """The engine for the registry."""
-    return EngineKind(open=lambda _: TimedEngine(stages), swaps_in_flight=True, continuous_batching=True)
+def kind(stages: Stages, *, slot: int = 0) -> EngineKind:
+    """The engine of the rollout worker `slot`, for the registry."""
+    return EngineKind(open=lambda _: TimedEngine(stages, slot=slot), swaps_in_flight=True, continuous_batching=True)

@@ -28,6 +28,15 @@ SLOTS = 8
 IN_SECONDS = ("mean", "sigma")
 
 
+TASKS = {"SWE-bench": 40, "WebShop": 17, "FrozenLake": 60, "GEM-math": 3, "GEM-game": 1}
+"""Turns of a trajectory: the middle of the paper's ranges."""
+PREFILL = {"SWE-bench": 0.8, "WebShop": 0.8, "FrozenLake": 0.8, "GEM-math": 0.1, "GEM-game": 0.1}
+"""Assumed share of prefill in a turn's generation, if both kinds of machines had the better one's speed."""
+MACHINES = {"compute": (1.0, 4.0 / 3.35), "bandwidth": (989.0 / 148.0, 1.0)}
+"""Time of prefill and of decoding on H800 (989 TFLOP/s, 3.35 TB/s) and H20 (148 TFLOP/s, 4.0 TB/s), over that of the better one."""
+POOLS = {"compute": ("SWE-bench", "WebShop", "FrozenLake"), "bandwidth": ("GEM-math", "GEM-game")}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     """One arrangement: its schedule, and what is switched off."""
@@ -42,6 +51,14 @@ class Variant:
     published: str = "-"
     """The paper's step time over RollArt's, if it has one."""
     environment: Mapping[str, float] = field(default_factory=dict)
+    more_samples: int = 0
+    """r of K + r."""
+    more_groups: int = 0
+    """s of R + s."""
+    tasks: bool = False
+    """Five tasks on two kinds of machines instead of one task."""
+    by_task: bool = True
+    """Prompts of a task are sampled by the suitable machine; otherwise by any."""
 
 
 FULL = "all rules"
@@ -57,12 +74,30 @@ VARIANTS: Mapping[str, Variant] = {
     "2 reward slots": Variant(slots=2),
     "32 reward slots": Variant(slots=32),
     "1 in 10 resets fails": Variant(environment={"failing": 0.1, "failing_s": 30.0}, published="1.40"),
+    "12 samples started for 8": Variant(more_samples=4),
+    "18 groups started for 16": Variant(more_groups=2),
+    "five tasks": Variant(tasks=True),
+    "five tasks on any machine (R1 off)": Variant(tasks=True, by_task=False),
 }
+
+
+def columns(row: int) -> dict[str, Any]:
+    """Task, its turns, and the machine of a row that any machine may sample."""
+    task = list(TASKS)[row % len(TASKS)]
+    return {"task": task, "turns": TASKS[task], "machine": list(POOLS)[row % len(POOLS)]}
+
+
+def paces() -> tuple[tuple[float, ...], ...]:
+    """For each machine, the time of a turn of each task, over the time at the better speeds."""
+    return tuple(tuple(PREFILL[task] * prefill + (1.0 - PREFILL[task]) * decode for task in TASKS) for prefill, decode in MACHINES.values())
 
 
 def job(variant: Variant, *, speed_up: float) -> tuple[Workload, Stages, dict[str, Any]]:
     """Workload, stages, and sections of the configuration."""
-    sizes = {"prompts_per_step": GROUPS, "samples_per_prompt": SAMPLES, "steps_per_version": 1}
+    sizes = {
+        "prompts_per_step": GROUPS, "samples_per_prompt": SAMPLES, "steps_per_version": 1, "oversample": variant.more_samples,
+        "oversample_groups": variant.more_groups,
+    }  # fmt: skip
     schedule = preset(variant.mode, max_lag=variant.max_lag, **sizes)
     work = Workload(
         schedule=schedule, steps=STEPS, lengths=constant(TURN_TOKENS), engines=1, concurrency=1 << 14, slots=4 * GROUPS,
@@ -80,7 +115,15 @@ def job(variant: Variant, *, speed_up: float) -> tuple[Workload, Stages, dict[st
         },
         "reward": {"functions": [reward], "concurrency": variant.slots}, "sampling": {"max_new_tokens": TURN_TOKENS + 1},
     }  # fmt: skip
-    return work, replace(Stages.of(work, speed_up=speed_up), samples=1), sections
+    stages = replace(Stages.of(work, speed_up=speed_up), samples=1)
+    if variant.tasks:
+        field = "task" if variant.by_task else "machine"
+        sections["data"] = {"tag_field": field}
+        sections["rollout"] = {
+            "pools": {pool: {"workers": 1, "tags": list(tasks) if variant.by_task else [pool]} for pool, tasks in POOLS.items()}
+        }
+        work, stages = replace(work, engines=len(POOLS)), replace(stages, paces=paces())
+    return work, stages, {**sections, "columns": columns} if variant.tasks else sections
 
 
 def figures(name: str, measured: Measured, *, speed_up: float) -> dict[str, Any]:

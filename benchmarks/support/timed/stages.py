@@ -27,6 +27,8 @@ class Stages:
     publish_s: float = 0.0
     """To copy the weights out of the trainer."""
     seed: int = 0
+    paces: tuple[tuple[float, ...], ...] = ()
+    """For each rollout worker, factors of the decode time of a trajectory's turn, by the trajectory's group modulo their number."""
 
     @classmethod
     def of(cls, work: Workload, *, speed_up: float, **more: bool) -> "Stages":

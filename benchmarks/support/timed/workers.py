@@ -35,13 +35,14 @@ PIPELINE = ("trainer", "rollout", "scorer", "feeder")
 PRELOADED = [ROLES[role].module for role in PIPELINE]
 LIMIT_S = 900.0
 
+Columns = Callable[[int], Mapping[str, Any]]
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
-def register(stages: Stages) -> None:
+def register(stages: Stages, *, slot: int = 0) -> None:
     """Make the timed engine and backend known in this process."""
-    ENGINES["timed"] = engine.kind(stages)  # type: ignore[index]
+    ENGINES["timed"] = engine.kind(stages, slot=slot)  # type: ignore[index]
     BACKENDS["timed"] = backend.kind(stages)  # type: ignore[index]
 
 
@@ -54,7 +55,7 @@ def work(role: str, slot: int, run: str, bootstrap: str, stages: Stages, output:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    register(stages)
+    register(stages, slot=slot)
     started = time.process_time()
     status = run_worker(role, run=run, bootstrap=bootstrap, slot=slot, model=None)
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -87,12 +88,14 @@ class Fleet:
         times = psutil.Process(self.broker.pid).cpu_times()
         return float(times.user + times.system)
 
-    def config(self, workload: Workload, **sections: Mapping[str, Any]) -> Config:
-        """The configuration of a run of this workload; sections are merged over the defaults."""
+    def config(self, workload: Workload, columns: Columns, **sections: Mapping[str, Any]) -> Config:
+        """The configuration of a run of this workload; `columns` gives further columns of a row; sections replace defaults."""
         schedule, groups = workload.schedule, workload.steps * workload.schedule.prompts_per_step
         data = self.folder / f"{next(self.names)}.jsonl"
         rows = groups + schedule.round_groups * (schedule.max_lag + 1)
-        data.write_text("".join(json.dumps({"prompt": f"{row}+1=", "answer": str(row + 1), "seed": row}) + "\n" for row in range(rows)))
+        data.write_text(
+            "".join(json.dumps({"prompt": f"{row}+1=", "answer": str(row + 1), "seed": row, **columns(row)}) + "\n" for row in range(rows))
+        )
         longest = 32768
         table: dict[str, dict[str, Any]] = {
             "run": {"steps": workload.steps, "seed": workload.seed}, "model": {"path": str(self.model)},
@@ -101,7 +104,8 @@ class Fleet:
             "schedule": {
                 "mode": schedule.mode, "prompts_per_step": schedule.prompts_per_step, "samples_per_prompt": schedule.samples_per_prompt,
                 "steps_per_version": schedule.steps_per_version, "order": schedule.order, "max_lag": schedule.max_lag,
-                "oversample": schedule.oversample, "stale_in_hand": schedule.stale_in_hand,
+                "oversample": schedule.oversample, "oversample_groups": schedule.oversample_groups,
+                "stale_in_hand": schedule.stale_in_hand,
             },
             "sampling": {"max_new_tokens": longest}, "algorithm": {"filter_zero_variance": False},
             "rollout": {
@@ -116,14 +120,14 @@ class Fleet:
             del table["schedule"]["max_lag"]
         return from_table(table)
 
-    def run(self, workload: Workload, stages: Stages, **sections: Mapping[str, Any]) -> Measured:
+    def run(self, workload: Workload, stages: Stages, *, columns: Columns = lambda _: {}, **sections: Mapping[str, Any]) -> Measured:
         """One run to its end. Raises `SystemExit` with the output of a worker that fails."""
         run, bootstrap = f"timed-{next(self.names)}", self.broker.bootstrap
         log = KafkaLog(bootstrap, client_id=f"{run}.benchmark")
         try:
             with self._starting:
                 register(stages)
-                config = self.config(workload, **sections)
+                config = self.config(workload, columns, **sections)
                 create(config, log=log, run_id=run, notify=lambda _: None)
                 started = [self._start(role, slot, run, stages) for role in PIPELINE for slot in range(ROLES[role].workers(config))]
             results = [self._result(process, receiver, run) for process, receiver in started]
