@@ -76,8 +76,8 @@ VARIANTS: Mapping[str, Variant] = {
     "1 in 10 resets fails": Variant(environment={"failing": 0.1, "failing_s": 30.0}, published="1.40"),
     "12 samples started for 8": Variant(more_samples=4),
     "18 groups started for 16": Variant(more_groups=2),
-    "five tasks": Variant(tasks=True),
-    "five tasks on any machine (R1 off)": Variant(tasks=True, by_task=False),
+    "five tasks": Variant(tasks=True, environment={"uneven": 0.2}),
+    "five tasks on any machine (R1 off)": Variant(tasks=True, by_task=False, environment={"uneven": 0.2}),
 }
 
 
