@@ -136,7 +136,7 @@ class FlopCount:
     parameters: int
     """Parameters that a token is multiplied with: all but the input embedding, which is looked up."""
     trained: int
-    """Those of them that have a gradient."""
+    """Parameters of those that have a gradient."""
     attention: int
     """Layers x heads x channels of a head."""
 

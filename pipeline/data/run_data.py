@@ -134,11 +134,11 @@ class Choices:
     awaiting: dict[int, Choice] = field(default_factory=dict)
     """Abandoned groups whose prompts are to be retried."""
     _requested: dict[int, Choice] = field(default_factory=dict)
-    """By group, of those that have not ended."""
+    """Group -> its prompt, for groups that have not ended."""
     _repeats: set[int] = field(default_factory=set)
     """Groups that were retried before their outcome was read."""
     _reward: dict[RowId, float | None] = field(default_factory=dict)
-    """By row and epoch, of this epoch and the one before; None until it has ended."""
+    """Row of this or the last epoch -> mean reward of its group; None until the group has ended."""
 
     @property
     def remembers(self) -> bool:

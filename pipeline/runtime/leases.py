@@ -56,7 +56,7 @@ class WriterLease:
     stop: threading.Event = field(default_factory=threading.Event)
     """Set to stop the thread."""
     first_wins: bool = False
-    """Of two simultaneous claims the last one wins, as its epoch is the valid one; with this the first, for writers of nothing else."""
+    """If True, the first of two simultaneous claims wins; otherwise the last, whose producer epoch is the valid one."""
     _left: threading.Event = field(default_factory=threading.Event)
     _producer: Producer | None = None
 

@@ -75,7 +75,7 @@ class VllmEngine:
             raise
         self.version = DIRECTORY_VERSION
         self._buffers = HostBuffers(shared=True)
-        """For tensors that an engine in another process cannot map."""
+        """Shared memory for tensors that an engine in another process cannot map."""
         self._keep, self._concurrency = settings.kv_cache == "keep", concurrency
         self._cache_sleeps = False
         self._groups: list[Group] = []

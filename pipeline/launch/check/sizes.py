@@ -70,7 +70,7 @@ CHANGED_PER_LR = 4_000.0
 BYTES_A_CHANGE = 3
 """A new element of two bytes and its position's gap in one."""
 SAMPLE_BYTES, TOKEN_BYTES, GROUP_BYTES = 4_500, 20.2, 7_600
-"""Of a sample and each of its tokens in `rollouts` and `groups`, and of a group besides; at 4 characters a token."""
+"""Bytes in `rollouts` and `groups` for each sample, token and group; measured at 4 characters a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class Growth:
     config: Config
     count: int
     share: float
-    """Of a delta in the whole version; 1 for an upper bound."""
+    """Bytes of a delta divided by the bytes of a whole version; 1 gives an upper bound."""
     adapters: int | None = None
     """Bytes of a version that is published as adapters; None where versions are whole ones and deltas."""
 

@@ -28,9 +28,9 @@ from penstock.topics.wire.headers import Headers
 TOKEN_CHARACTERS = 4
 """Characters of text in a token."""
 FRAME_BYTES = 150
-"""Of a record on the wire and on disk besides headers and value: its share of a batch of its own, and the marker of a transaction."""
+"""Bytes that a record takes on the wire and on disk besides its headers and value: a batch header and the marker of a transaction."""
 POSITION_BYTES = 20
-"""Of one partition in the resume point of a step."""
+"""Bytes that one partition's offset takes in the resume point of a step."""
 NOW_NS = 1_800_000_000_000_000_000
 RUN = "a-run-of-usual-name"
 

@@ -268,11 +268,11 @@ class Outcome:
     """Measurements of a simulated run."""
 
     wall_s: float
-    """From the start of the first sample to the end of the last step."""
+    """Seconds from the start of the first sample to the end of the last step."""
     samples: int
-    """Trained."""
+    """Number of trained samples."""
     tokens: int
-    """Trained."""
+    """Number of tokens of the trained samples."""
     trainer_wait_s: float
     """Time that the trainer waited for groups."""
     trainer_compute_s: float
