@@ -38,7 +38,7 @@ PUBLISHED_REDUNDANCY = {(32, 8): 1.0, (36, 8): 1.30, (32, 12): 1.24, (36, 12): 1
 """RollArt: groups and samples started, of 32 x 8 needed -> speed-up."""
 GROUPS, SAMPLES = 32, 8
 TURNS = 4
-"""Of a trajectory under `redundancy`, where only its whole time matters."""
+"""Turns of a trajectory under `redundancy`, where only its whole time matters."""
 
 
 def environment(**options: float) -> str:

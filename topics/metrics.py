@@ -84,7 +84,7 @@ TRAIN: Mapping[str, str] = {
     "peak_rss_bytes": "peak memory of the trainer's process",
     "peak_gpu_bytes": "peak GPU memory of tensors",
 }
-"""Of an optimizer step: in the ledger, and as `train/NAME` in `metrics.jsonl`, MLflow, TensorBoard and Weights & Biases."""
+"""Metrics of an optimizer step: in the ledger, and as `train/NAME` in `metrics.jsonl`, MLflow, TensorBoard and Weights & Biases."""
 EVAL: Mapping[str, str] = {
     "greedy_accuracy": "share of held-out prompts whose greedy completion is solved",
     "greedy_low": "lower end of the 95 % interval of the greedy accuracy",
@@ -103,12 +103,12 @@ EVAL: Mapping[str, str] = {
     "eval_s": "seconds of the evaluation",
     "SOURCE/NAME": "the metric NAME over the held-out prompts of one source of several",
 }
-"""Of an evaluation: in `metrics`, and as `eval/NAME`."""
+"""Metrics of an evaluation: in `metrics`, and as `eval/NAME`."""
 REWARD: Mapping[str, str] = {
     "reward": "mean reward of all scored samples of a version, trained or not",
     "reward_samples": "number of scored samples of a version, trained or not",
 }
-"""By version: of the tracker alone, without a prefix."""
+"""Metrics of a version, written by the tracker alone, without a prefix."""
 WORKER: Mapping[str, str] = {
     "uptime_s": "seconds since the worker started",
     "startup_s": "seconds from the creation of the process until everything was loaded",
@@ -210,7 +210,7 @@ WORKER: Mapping[str, str] = {
     "recovery_s": "trainer: seconds of its recovery",
     "points": "tracker: values written",
 }
-"""Of a worker: in `metrics`, as `system/WORKER/NAME`, and on the worker's `/metrics`; most are cumulative."""
+"""Metrics of a worker: in `metrics`, as `system/WORKER/NAME`, and on the worker's `/metrics`; most are cumulative."""
 TABLES = {"train": TRAIN, "eval": EVAL, "reward": REWARD, "system": WORKER}
 """First part of a point's name -> its table."""
 _PLACEHOLDERS = {

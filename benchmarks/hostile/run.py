@@ -24,7 +24,7 @@ from benchmarks.support.command import PENSTOCK, ROOT, parser_of, report_of
 
 MODEL = ROOT / ".penstock" / "tiny"
 PROMPTS, SAMPLES = 4, 4
-"""Of a step."""
+"""Prompts of a step, and samples of a prompt."""
 
 
 def settings_of(folder: Path, isolate: str, *, agents: bool) -> list[str]:

@@ -107,7 +107,7 @@ class Facts:
     """Kills after which the run ended before the worker was needed."""
     copies: Copies
     turns: Copies
-    """Of turns that travelled through the log."""
+    """Duplicates of turns that travelled through the log."""
     missing_s: float
     """Seconds in which killed rollout workers were missing."""
 

@@ -36,7 +36,7 @@ class Generated:
     visible_ms: int
     """The record's timestamp: it became visible in this millisecond or later."""
     turn: TurnKey | None = None
-    """Of a reply."""
+    """The turn that a reply answers."""
 
     @property
     def key(self) -> object:

@@ -10,7 +10,7 @@ from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, EngineKin
 from penstock.infra.tensors.stream import TensorBytes
 
 TOKENS = 5
-"""Of every turn, the stop id included."""
+"""Tokens of every turn, the stop id included."""
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ class TurnKey(NamedTuple):
     turn: int
     attempt: int
     sha256: str
-    """Of the context."""
+    """SHA-256 (hex) of the context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

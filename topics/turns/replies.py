@@ -30,7 +30,7 @@ class Reply(ByValue):
     turn: int
     attempt: int
     sha256: str
-    """Of the context."""
+    """SHA-256 (hex) of the context."""
     token_ids: Int32s
     """[T] including the stop id."""
     behaviour_logprobs: Float32s

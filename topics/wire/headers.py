@@ -48,7 +48,7 @@ class Headers:
     worker: str | None = None
     """The writer; of an owner, the id of the single writer."""
     attempt: int | None = None
-    """Of a prompt, 1 if its row is retried; of a call, the attempts before it."""
+    """1 for a prompt whose row is retried; for a call, the number of earlier attempts."""
     part: int | None = None
     """Index of the part of a group, or of the chunk of a version."""
     parts: int | None = None
@@ -60,7 +60,7 @@ class Headers:
     reward_mean: float | None = None
     """Mean over the samples that have a reward."""
     sha256: str | None = None
-    """Of a group, over the payloads of its parts; of a call and its reply, over the context's ids as little-endian int32."""
+    """SHA-256 (hex) of the payloads of a group's parts, or of the context of a call or reply: its ids as little-endian int32."""
     sample_tokens: tuple[tuple[int, int], ...] | None = None
     """`NUMBER:TOKENS` of each sample of a `rollouts/2` record, such as `0:512,3:498`."""
     turn: int | None = None
@@ -222,4 +222,4 @@ _PARSERS: dict[str, Callable[[str, bytes], Fact]] = {
     "reward-mean": _float,
     "sample-tokens": _pairs,
 }
-"""By name of the header; all others are whole numbers."""
+"""Parsers of header values by header name; all other headers are integers."""

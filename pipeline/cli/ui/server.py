@@ -52,7 +52,7 @@ HEADERS = {
 }
 
 FOREVER = {"Cache-Control": "private, max-age=31536000, immutable"}
-"""Of scripts and style sheets, whose addresses contain their digest."""
+"""Headers of scripts and style sheets, whose addresses contain their digest."""
 
 
 def stable_token(path: Path) -> str:
