@@ -183,6 +183,8 @@ def test_a_run_that_slurm_stops_in_any_way_ends_in_the_weights_that_it_has_witho
             assert cluster.state(job) == "CANCELLED"
             job = cluster.submit(script, **own)
         else:
+            cluster.wait(lambda: cluster("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "3", told)
+            time.sleep(1.0)  # Slurm takes a start in the second of the requeue for the old one, and fails the job
             cluster("scontrol", "update", f"JobId={job}", "StartTime=now", "TimeLimit=30")
     await_state("COMPLETED", "FAILED")
     assert cluster.state(job) == "COMPLETED", told()
