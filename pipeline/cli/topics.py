@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.infra.kafka.hanging import end_hanging, hanging_transactions
 from penstock.pipeline.cli.options import Bootstrap, Json, Run, RunOrFolder, Security, at, emit, notify, on_broker, reading, refuse_folder
 from penstock.pipeline.runtime.reporting.log_lines import print_json
 
@@ -249,6 +248,8 @@ def unblock(
     json: Json = False,
 ) -> None:
     """List transactions whose end marker the brokers have lost, so that readers wait forever; --yes writes the end markers."""
+    from penstock.infra.kafka.hanging import end_hanging, hanging_transactions
+
     with on_broker(run, bootstrap, security, executes=True) as (log, run_id):
         hanging = hanging_transactions(log, log.topics(f"{run_id}."))
         ended = (

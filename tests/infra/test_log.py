@@ -289,7 +289,7 @@ def test_a_transaction_is_written_whole_or_not_at_all(log: Log, run_id: str) -> 
     a, b = make_topics(log, run_id, "a", "b")
     writer = log.transactions(f"{run_id}.writer")
     assert writer.commit([outgoing(a, b"1"), outgoing(b, b"2"), outgoing(a, b"3")]) == [0, 0, 1]
-    with pytest.raises(SendFailed, match="nothing was written"):
+    with pytest.raises(SendFailed, match="wrote nothing"):
         writer.commit([outgoing(a, b"lost"), outgoing(a, b"no such partition", partition=7)])
     writer.commit([outgoing(b, b"4")])
     writer.close()

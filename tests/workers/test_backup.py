@@ -121,7 +121,7 @@ def test_folders_that_only_an_unsigned_record_names_are_not_copied(
     with WorkerSet(broker, run_id) as created:
         created.create(config_of(tiny_model, tmp_path, **TOY))
     shutil.rmtree(run_directory(run_id))  # with the key, as on another machine
-    with pytest.raises(ConfigError, match=f"no key on this machine has signed it: .* penstock topics adopt {run_id}$"):
+    with pytest.raises(ConfigError, match=f"no key on this machine has signed that record: .* penstock topics adopt {run_id}$"):
         export(log, run_id, tmp_path / "archive", backup=True)
     assert not (tmp_path / "archive" / run_id / MODEL).exists()
     assert export(log, run_id, tmp_path / "archive").rows["run"] == 1

@@ -217,7 +217,7 @@ def test_a_failed_group_says_why_and_where_its_dead_letter_is(
     assert shown["claims_group"] == found["group"]
     assert shown["refused"]["unusable"] is None
     assert cli.main(at_letter) == 0
-    assert f"`penstock explain RUN {found['group']}`" in capsys.readouterr().out
+    assert f"penstock explain RUN {found['group']}" in capsys.readouterr().out
 
 
 def test_a_group_of_each_fate_has_the_fate_of_the_report(fates: dict[int, str], ask: Ask) -> None:

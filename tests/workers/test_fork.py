@@ -115,7 +115,7 @@ def test_a_fork_that_is_not_told_where_begins_after_the_last_step(capsys: pytest
     ("words", "status", "why"),
     [
         (["--from-step", "2", "--run-id", "No Run"], 2, "--run-id: run id 'No Run'"),
-        (["--from-step", "5"], 2, "has 4 committed steps"),
+        (["--from-step", "5"], 2, "has only 4 committed steps"),
         (["--from-step", "4"], 2, "plans no steps after step 4; fork earlier with --from-step S, or"),
         ([], 2, "plans no steps after step 4"),
         (["--from-step", "2", "--set", "trainer.dtype=bfloat16"], 2, "which depends on trainer.dtype"),

@@ -53,7 +53,7 @@ def test_a_reward_that_is_broken_for_an_hour_stops_the_run_with_its_error_and_th
     flag.touch()
     reward.write_text(FRAIL.format(flag=str(flag)))
     log, config = created(run_id, tiny_model, tmp_path, reward={"functions": [f"{reward}:share"], "on_error": "drop"})
-    error = r"(9|[1-9]\d) groups were dropped before step 0 .* \1 failed; the last one: .*ConnectionError: the judge does not answer"
+    error = r"(9|[1-9]\d) groups were dropped before step 0, .* \1 failed; the last one: .*ConnectionError: the judge does not answer"
     stopped = attended(log, run_id, config, error=error)
     assert (stopped["status"], stopped["steps"], stopped["groups"]["trained"]) == ("stopped", 0, 0)
     assert "fix the reward function" in as_text(stopped)

@@ -293,6 +293,6 @@ def test_a_path_that_cannot_be_written_is_a_line_and_status_2(
     recorded: RecordedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", recorded.run, "--html", str(tmp_path / "no" / "x.html"), "--bootstrap", recorded.bootstrap]) == 2
-    assert "the folder does not exist" in capsys.readouterr().err
+    assert "its directory does not exist" in capsys.readouterr().err
     assert main(["report", recorded.run, "--tokens", "5", "--bootstrap", recorded.bootstrap]) == 2
     assert "--tokens needs --html PATH" in capsys.readouterr().err

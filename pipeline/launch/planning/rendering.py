@@ -43,7 +43,8 @@ def reasons(plan: Plan) -> list[str]:
         )
     if plan.cluster.settings is not None:
         values = ", ".join(f"{key} = {json.dumps(value)}" for key, value in plan.cluster.settings[best.training].items())
-        lines.append(f"Training fits into this memory with {' or '.join(map(str, sorted(plan.cluster.settings)))}; here: {values}.")
+        fitting = " or ".join(map(str, sorted(plan.cluster.settings)))
+        lines.append(f"Training fits into the memory of {fitting} accelerators; the settings for {best.training}: {values}.")
     dropped = {cause: count for cause, count in outcome.dropped.items() if count}
     generated = outcome.samples // plan.cluster.base.schedule.samples_per_prompt + sum(dropped.values())
     if sum(dropped.values()) > 0.05 * generated:

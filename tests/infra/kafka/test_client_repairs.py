@@ -197,7 +197,7 @@ def test_our_transactions_go_on_after_a_refused_record(log: KafkaLog, small_topi
     topic, _ = small_topics
     writer = log.transactions("our-transactions-go-on")
     for number in range(2):
-        with pytest.raises(SendFailed, match="nothing was written"):
+        with pytest.raises(SendFailed, match="wrote nothing"):
             writer.commit([outgoing(topic, b"lost"), outgoing(topic, bytes(2 << 20))])
         writer.commit([outgoing(topic, b"%d" % number)])
     writer.close()

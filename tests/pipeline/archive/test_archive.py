@@ -430,7 +430,7 @@ def test_a_run_is_deleted_with_its_record_once_it_is_at_rest(
     command = ["topics", "delete", run_id, "--bootstrap", broker]
     assert main(command) == 0
     shown = capsys.readouterr().out
-    assert f"{run_id}.metrics" in shown and f"{folder}: the run's folder would be deleted" in shown and "nothing was deleted" in shown
+    assert f"{run_id}.metrics" in shown and f"{folder}: the run's directory would be deleted" in shown and "nothing was deleted" in shown
     assert find(log, run_id) is not None and folder.is_dir()
     assert main([*command, "--yes"]) == 0
     assert run_id not in [record.run for record in all_runs(log)] and not folder.exists()

@@ -71,7 +71,7 @@ def test_the_command_says_in_one_line_that_it_was_interrupted(monkeypatch: pytes
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "reading", reading)
-    monkeypatch.setattr(sql, "ask", interrupted)
+    monkeypatch.setattr(sql, "run_query", interrupted)
     assert main(["sql", "r", "select 1"]) == 130
     assert capsys.readouterr().err.splitlines() == ["interrupted before there was a result"]
 

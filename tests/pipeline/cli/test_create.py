@@ -89,7 +89,7 @@ def test_a_run_is_created_once_and_a_configuration_that_differs_is_refused_with_
     ), text
     rows.write_text(rows.read_text().replace("3+1=", "4+1="))
     status, text = create(*own, "--if-absent")
-    assert (status, f"with other values: data.source {rows}; choose another --run-id" in text) == (USAGE, True), text
+    assert (status, f"with other values: data.source {rows}; use another --run-id" in text) == (USAGE, True), text
 
 
 def test_the_machine_that_creates_a_run_needs_neither_its_engine_nor_its_gpus(

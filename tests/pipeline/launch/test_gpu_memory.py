@@ -251,7 +251,7 @@ def test_a_memory_that_is_no_number_for_each_gpu_is_refused(monkeypatch: pytest.
 def test_init_and_plan_refuse_with_the_same_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--accelerators", "8", "--speed", "1:140,64:7000,256:20000", "--train-speed", "6000", "--lengths", "lognormal:300:0.6:1024"]
     assert cli.main(["plan", "--model", "model", *words, "--prompts-per-step", "8", "--max-lag", "0"]) == OK
-    assert "fits into this memory with 3 or 4 or 5 or 6 or 7 for training" in " ".join(capsys.readouterr().out.split())
+    assert "fits into the memory of 3 or 4 or 5 or 6 or 7 accelerators" in " ".join(capsys.readouterr().out.split())
     monkeypatch.setenv(MEMORY, "8")
     refusals = []
     for command in (["plan", "--model", "model", *words], ["init", "--model", "model", "--data", "rows.jsonl", "--reward", "exact_match"]):

@@ -229,7 +229,7 @@ def test_a_run_that_was_stopped_for_its_drops_is_resumed_and_counts_anew(run_id,
             worker_set.wait(lambda: worker_set.report()["steps"] == 3)
             write_groups(log, run_id, half(12, 7), partitions=config.partitions)
         with pytest.raises(
-            AssertionError, match=r"(\d+) groups were dropped (since|before) step . .*= 6\): \1 filtered at reward 0\.5.*denser reward"
+            AssertionError, match=r"(\d+) groups were dropped (since|before) step ., .* \(6\): \1 filtered at reward 0\.5.*denser reward"
         ):
             worker_set.wait()
         assert worker_set.report()["status"] == "stopped"

@@ -83,7 +83,7 @@ def model_of(kind, **more):
 def test_each_token_of_the_line_attends_to_its_row_up_to_itself(seed):
     batch = batch_of_groups(seed=seed)
     tree = prefix_tree(batch, line=True)
-    mask = prefix_tree.block_mask(tree.ends, tree.positions, prefix_tree.causal_mask_function)
+    mask = tree_module.block_mask(tree.ends, tree.positions, tree_module.causal_mask_function)
     assert len(tree.ids) % BLOCK == 0
     prefixes = {(): 0}
     seen = pairs(mask)

@@ -147,7 +147,7 @@ def test_families_share_prompts_with_their_windows_and_caps(kind, more, in_piece
 
 def test_a_model_that_carries_state_along_the_line_is_refused_by_name_or_runs_padded():
     model = model_of("lfm2", full_attn_idxs=[1])
-    with pytest.raises(BackendError, match=r"share_prompts.*'lfm2' cannot share prompts \(.*\); set it to 'auto' or 'off'"):
+    with pytest.raises(BackendError, match=r"share_prompts.*'lfm2' models cannot share prompts \(.*\); set it to 'auto' or 'off'"):
         choose_forward(model, share="on", device=CPU)
     for share in ("auto", "off"):
         assert choose_forward(model, share=share, device=CPU).shared is False

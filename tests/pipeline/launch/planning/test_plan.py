@@ -69,10 +69,10 @@ def test_the_command_prints_json_and_draws_a_picture(tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--accelerators", "6"], "give --speed, --train-speed, --lengths"),
+        (["--accelerators", "6"], "missing options: --speed, --train-speed, --lengths"),
         ([*GIVEN, "--speed", "fast"], "expected SAMPLES:TOKENS_PER_S"),
         ([*GIVEN, "--lengths", "normal:3"], "lengths 'normal:3'"),
-        ([*GIVEN, "--train-speed", "0"], "must be above 0"),
+        ([*GIVEN, "--train-speed", "0"], "expected tokens per second above 0"),
         ([*GIVEN, "--engine-size", "6"], "an engine needs 6"),
         ([*GIVEN, "--plot", "plan.jpg"], "ends in .png or .svg"),
     ],
