@@ -66,12 +66,10 @@ class Run:
 
     def sql(self, query: str) -> pa.Table:
         """Result of a SELECT over the views of `penstock sql`. Raises `ValueError` for a query that fails."""
-        from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, run_query
+        from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask
 
         archived = isinstance(self._log, ArchivedLog)
-        return run_query(
-            ArchivedTables(cast(ArchivedLog, self._log)) if archived else LiveTables(cast(KafkaLog, self._log), self.id), query
-        )
+        return ask(ArchivedTables(cast(ArchivedLog, self._log)) if archived else LiveTables(cast(KafkaLog, self._log), self.id), query)
 
     def plot(self, *measures: str) -> "Figure":
         """A matplotlib figure: reward, evaluation and final statuses, or a curve of each of these columns of `steps`.

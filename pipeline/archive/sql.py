@@ -210,7 +210,7 @@ class PreparedQuery:
             return compute(self.tables, _SETUP, _OURS if _SHOW.fullmatch(self.query) else self.query, limits)
 
 
-def run_query(tables: Tables, query: str) -> pa.Table:
+def ask(tables: Tables, query: str) -> pa.Table:
     """Run a query and return its result. Raises `ValueError`, with DuckDB's hint for invalid SQL and unknown names."""
     return prepare_query(tables, query).result()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.archive.sql import LiveTables, run_query
+from penstock.pipeline.archive.sql import LiveTables, ask
 from penstock.pipeline.inspect.report.text import as_text
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.rescore import RescoreRequest, score_run
@@ -58,11 +58,11 @@ def test_samples_without_a_reward_are_the_same_for_everything_that_reads_the_run
     assert audited(log, run_id).clean
     tables = LiveTables(log, run_id)
     scored = "from samples s join groups g on s.group_id = g.group_id where g.outcome in ('scored', 'filtered')"
-    (row,) = run_query(tables, f"select count(*) - count(s.reward) as without, count(s.reward_error) as broken {scored}").to_pylist()
+    (row,) = ask(tables, f"select count(*) - count(s.reward) as without, count(s.reward_error) as broken {scored}").to_pylist()
     assert row["without"] == report["no_reward"] > row["broken"] > 0
-    errors = run_query(tables, "select distinct reward_error from samples where reward_error is not null")["reward_error"].to_pylist()
+    errors = ask(tables, "select distinct reward_error from samples where reward_error is not null")["reward_error"].to_pylist()
     assert all(found.endswith(error) for found in errors), errors
-    assert run_query(tables, "select reward from rewards order by version")["reward"].to_pylist() == report["reward"]["curve"]
+    assert ask(tables, "select reward from rewards order by version")["reward"].to_pylist() == report["reward"]["curve"]
     recording, again = Recording.open(log, run_id), ReplayResult(run_id)
     replay(recording, ReplayRequest(), result=again, notify=lambda _: None)
     recording.close()

@@ -33,7 +33,7 @@ from penstock.pipeline.archive.export import Exported, export, follow
 from penstock.pipeline.archive.files import UNFINISHED, Archive, find_archive
 from penstock.pipeline.archive.import_run import import_run
 from penstock.pipeline.archive.layout import KINDS, Kind
-from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, run_query
+from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask
 from penstock.pipeline.cli import main
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.inspect.records.runs import Note, note_of
@@ -452,14 +452,14 @@ def test_views_say_what_the_tables_and_the_report_say_live_and_archived(log: Kaf
             ("groups", FullRead(log, run_id).groups(), "group_id"),
             ("steps", FullRead(log, run_id).steps(), "step"),
         ):
-            found = run_query(tables, f"select * from {name} order by {order}")
+            found = ask(tables, f"select * from {name} order by {order}")
             for column in table.column_names:
                 if not pa.types.is_timestamp(table.schema.field(column).type):
                     asked = "group_id" if column == "group" else column  # which is a word of SQL
                     assert found[asked].to_pylist() == table[column].to_pylist(), column
-        assert run_query(tables, "select reward from rewards order by version")["reward"].to_pylist() == report["reward"]["curve"]
-        assert run_query(tables, "select * from timeline").num_rows == timeline(log, run_id).num_rows
-        assert run_query(tables, "select count(*) n, max(lag) m, min(age_s) a from lag").to_pylist() == [{"n": 8 * STEPS, "m": 0, "a": 1.0}]
+        assert ask(tables, "select reward from rewards order by version")["reward"].to_pylist() == report["reward"]["curve"]
+        assert ask(tables, "select * from timeline").num_rows == timeline(log, run_id).num_rows
+        assert ask(tables, "select count(*) n, max(lag) m, min(age_s) a from lag").to_pylist() == [{"n": 8 * STEPS, "m": 0, "a": 1.0}]
 
 
 @pytest.mark.parametrize(
@@ -482,7 +482,7 @@ def test_views_say_what_the_tables_and_the_report_say_live_and_archived(log: Kaf
 )
 def test_a_question_that_cannot_be_answered_is_one_line(log: KafkaLog, run_id: str, query: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
-        run_query(LiveTables(log, run_id), query)
+        ask(LiveTables(log, run_id), query)
     assert "\n" not in str(raised.value)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.archive.layout import KINDS
-from penstock.pipeline.archive.sql import prepare_query, run_query
+from penstock.pipeline.archive.sql import ask, prepare_query
 from penstock.topics import groups
 from tests.support.a_run import RUN, RecordBuilder
 from tests.support.page_records import log_with
@@ -38,7 +38,7 @@ def test_a_question_about_samples_decodes_each_group_once(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(groups, "read", counted)
     tables = InMemory()
-    answer = run_query(tables, "select status, count(*) n, count(reward) rewards from samples group by status order by status").to_pylist()
+    answer = ask(tables, "select status, count(*) n, count(reward) rewards from samples group by status order by status").to_pylist()
     assert answer == [
         {"status": fate, "n": 4 * count, "rewards": 4 * count} for fate, count in (("filtered", 1), ("trained", 6), ("unused", 1))
     ]
@@ -64,4 +64,4 @@ def test_a_table_of_records_is_read_where_it_is_named(query: str, wanted: list[s
 
 
 def test_a_view_has_its_rows_however_its_name_is_written() -> None:
-    assert run_query(InMemory(), 'select count(*) n from "Groups"').to_pylist() == [{"n": GROUPS}]
+    assert ask(InMemory(), 'select count(*) n from "Groups"').to_pylist() == [{"n": GROUPS}]

@@ -46,7 +46,7 @@ def said(process, limits):
 
 database._wait = said
 try:
-    sql.run_query(NoTables(), ENDLESS)
+    sql.ask(NoTables(), ENDLESS)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 """
@@ -71,7 +71,7 @@ def test_the_command_says_in_one_line_that_it_was_interrupted(monkeypatch: pytes
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "reading", reading)
-    monkeypatch.setattr(sql, "run_query", interrupted)
+    monkeypatch.setattr(sql, "ask", interrupted)
     assert main(["sql", "r", "select 1"]) == 130
     assert capsys.readouterr().err.splitlines() == ["interrupted before there was a result"]
 
@@ -80,7 +80,7 @@ def test_the_command_says_in_one_line_that_it_was_interrupted(monkeypatch: pytes
 def test_a_question_that_takes_too_much_memory_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, query: str) -> None:
     monkeypatch.setattr(database, "MEMORY_BYTES", 32 << 20)
     with pytest.raises(ValueError, match=r"^the query needs more than 0.03125 GiB: narrow it") as raised:
-        sql.run_query(NoTables(), query)
+        sql.ask(NoTables(), query)
     assert "\n" not in str(raised.value)
 
 
