@@ -40,7 +40,7 @@ BUDGETS = {
     r"given": 3,
     r"place|places": 58,
     r"says|said|say": 21,
-    r"asks|asked|ask": 21,
+    r"asks|asked|ask": 26,
     r"answer|answers|answered": 242,
     r"dies|died|die|dead": 2,
     r"judge|judged|judges": 3,
