@@ -159,12 +159,12 @@ def score_run(
     only: Callable[[int], bool] = lambda _: True,
     take: Callable[[ScoredGroup | SkippedGroup], None] | None = None,
 ) -> dict[str, Any]:
-    """Score a run's groups again and return the report as plain data for JSON.
+    """Score a recorded run's groups with the reward settings of `request`; return the comparison with the recorded rewards, for JSON.
 
     `only` selects groups by number. `take` is called with each result, unless the request writes a new run.
 
     Raises `ConfigError` for an invalid request, `ValueError` for an unknown run, `PluginError` or `ChildError` for a reward function that
-    cannot be loaded, and `LogError`.
+    cannot be loaded, `LogError` for an unreadable log.
     """
     source = read_run(log, run)
     config = rescored(source.config, functions=request.functions, weights=request.weights, overrides=request.overrides)

@@ -127,7 +127,7 @@ def _open_policy(recording: Recording, config: Config, steps: int, stack: ExitSt
     state = config.trainer.initial_state
     if state is not None and not Path(state).is_dir():
         raise PenstockError(
-            f"{recording.run} starts from the optimizer state in {state}, which this machine does not have; it is in no topic: copy it here"
+            f"{recording.run} starts from the optimizer state in {state}, which is not here and not in Kafka: copy it from its machine"
         )
 
     def open_at(settings: Config) -> PolicyTrainer:

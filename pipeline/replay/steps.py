@@ -122,7 +122,9 @@ class Selection:
             return True
         member = PlannedGroups(self.recording.log, self.recording.run).read([planned])[0]
         if member.group is None:
-            raise PenstockError(f"group {planned.group} of {self.recording.run} cannot be read: {member.problem}")
+            raise PenstockError(
+                f"the step cannot be replayed: group {planned.group} of {self.recording.run} cannot be read: {member.problem}"
+            )
         return not zero_variance(member.group.rewards)
 
 

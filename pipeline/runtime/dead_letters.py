@@ -248,7 +248,7 @@ def skip(log: "KafkaLog", run: str, topic: str, partition: int, offset: int) -> 
     for skipped_tp, offsets in dead_letters.stretches(log.read_dead_letters(f"{run}.dead-letters"), run=run):
         if skipped_tp == tp and offset in offsets:
             raise ConfigError(
-                f"readers already skip offsets {offsets.start} to {offsets.stop - 1} of {topic}/{partition}; restart the workers"
+                f"offsets {offsets.start} to {offsets.stop - 1} of {topic}/{partition} are already marked; restart workers that stop there"
             )
     after = log.first_readable(tp, offset)
     if after == offset:

@@ -305,7 +305,7 @@ class DeepSpeedBackend(LocalModel):
         self.steps, self.has_gradient = state["steps"], False
 
     def fingerprint(self) -> dict[str, str | int]:
-        """The common fingerprint, with DeepSpeed's version, ZeRO stage, offload and user options."""
+        """What the last bits of the results depend on: as for `torch`, and DeepSpeed's version, ZeRO stage, offload and user options."""
         return super().fingerprint() | {
             "deepspeed": self.deepspeed.__version__,
             "zero_stage": self.zero_stage,

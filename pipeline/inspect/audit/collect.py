@@ -288,7 +288,8 @@ class Collector:
         if self._named.get(where) == "mismatch":
             raise errors.Unusable("dead-lettered because it follows a gap", kind="mismatch")
 
-    def _measurement(self, record: Record, where: RecordId) -> None:
+    def _add_measurement(self, record: Record, where: RecordId) -> None:
+        """Add a record of `metrics`: its worker, whether it repeats, its evaluation, and the trainer's number of steps as an anchor."""
         measurement = metrics.read(record, run=self.facts.run)[1]
         key = (measurement.worker, measurement.incarnation)
         host, first_seq = measurement.labels.get("host"), measurement.seq if self.facts.start_offsets.get(where[:2]) else 0
@@ -328,7 +329,7 @@ _FOLDS: dict[str, Callable[[Collector, Record, RecordId], None]] = {
     "groups": Collector._group,
     "ledger": Collector._entry,
     "weights": Collector._manifest,
-    "metrics": Collector._measurement,
+    "metrics": Collector._add_measurement,
 }
 
 

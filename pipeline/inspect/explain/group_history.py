@@ -302,7 +302,7 @@ def _why(history: GroupHistory) -> str:
 
 
 def stale_facts(history: GroupHistory) -> dict[str, Any] | None:
-    """Return the facts from ledger and schedule about a stale group; None for any other group."""
+    """Return by how many versions a stale group exceeded `max_lag`, and at which ledger entry; None for any other group."""
     entry, schedule, oldest = history.stale, history.run.config.rules, history.policy_version_min
     if entry is None:
         return None

@@ -175,6 +175,7 @@ def _trainer(facts: Facts, roles: dict[str, str]) -> Iterator[Interval]:
 
 
 def _measured(facts: Facts) -> Iterator[Interval]:
+    """Yield the starts, evaluations and loads that workers measured; a load ends before the first sample of its version starts."""
     first_started: dict[tuple[str, int], int] = {}
     for sample in facts.samples.values():
         key = (sample.worker, sample.version)

@@ -16,6 +16,7 @@ class TokenTexts:
     """Decoder with the tokenizer in a model's directory, if its SHA-256 (hexadecimal) is `digest`; otherwise `why_not` is the reason."""
 
     def __init__(self, model: str | None, digest: str | None) -> None:
+        """Open the tokenizer of `model` if its digest is `digest`; otherwise `why_not` tells why token texts are unavailable."""
         self._tokenizer: Any = None
         self.why_not: str | None = None
         try:

@@ -135,7 +135,7 @@ class Health:
         return generate_latest(registry)
 
     def collect(self) -> Iterable[Any]:
-        """Metrics of the worker, of its Kafka clients, and in `Reporter.points`."""
+        """Metrics for a scrape: the worker's, its Kafka clients', free disk space, `Reporter.points`; none before the worker joins."""
         reporter, home = self.reporter, state_path()
         if reporter is None:
             return ()

@@ -97,7 +97,10 @@ def bring(
 
 
 def _follow(copy: WeightCopy, origin: Manifest, links: Sequence[Manifest], reader: "ChunkReader", below: BaseWeights | None) -> int:
-    """Advance a copy along a chain from `origin`, and check the digest of the last version reached."""
+    """Apply the versions `links` in order to a copy of version `origin`, verify the digest of the last one applied; return the bytes read.
+
+    Adapters are merged into `below`, or into the copy itself if there is none. After an error, too, the digest is verified.
+    """
     reached, before = None, reader.nbytes
     reader.expect({location for link in links for location in weights.chunk_places(link)})
     try:
