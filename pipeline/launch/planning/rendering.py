@@ -28,7 +28,8 @@ def reasons(plan: Plan) -> list[str]:
     else:
         lines.append(f"Rollout and training wait for each other: engines generate {busy:.0%} of the time, the trainer waits {waiting:.0%}.")
     lines += [
-        f"{candidate.generating} for rollouts instead of {best.generating}: {round(candidate.tokens_per_s / best.tokens_per_s - 1, 2) + 0.0:+.0%} tokens/s."
+        f"{candidate.generating} for rollouts instead of {best.generating}: "
+        f"{round(candidate.tokens_per_s / best.tokens_per_s - 1, 2) + 0.0:+.0%} tokens/s."  # never -0%
         for candidate in neighbours(plan)
     ]
     if len(plan.by_step_size) > 1:
