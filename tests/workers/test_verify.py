@@ -160,6 +160,16 @@ def test_a_byte_changed_at_random_in_any_file_of_a_model_is_named(verified: Veri
     assert later
 
 
+@pytest.mark.parametrize(("key", "more"), [("end", 10), ("first", -1), ("records", 1)])
+def test_a_span_of_offsets_that_is_not_that_of_its_records_is_named(
+    verified: Verified, capsys: pytest.CaptureFixture[str], key: str, more: int
+) -> None:
+    claims = claims_of(verified.model)
+    claims["topics"]["metrics/0"][key] += more
+    restate(verified.model, claims)
+    assert "metrics/0" in {name for _, _, name in verified.named(capsys)}
+
+
 def test_every_claim_of_a_statement_with_a_card_that_fits_is_compared_with_the_log(
     verified: Verified, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -139,7 +139,9 @@ def check_topics(stated: Mapping[str, Any], digests: Mapping[str, Any], starts: 
     """Yield the partitions whose records differ from the statement; those with a later first retained offset (`starts`) are skipped."""
     for name, claim in stated.items():
         actual = digests.get(name, {"records": 0, "sha256": None})
-        if starts.get(name, 0) <= claim["first"] and (actual["records"], actual["sha256"]) != (claim["records"], claim["sha256"]):
+        if starts.get(name, 0) <= max(claim["first"], 0) and any(
+            actual.get(key) != claim[key] for key in ("first", "end", "records", "sha256")
+        ):
             same = actual["records"] == claim["records"]
             kind: Any = "changed" if same else "missing" if actual["records"] < claim["records"] else "added"
             counts = f"{actual['records']} records" if same else f"{actual['records']} records, the statement has {claim['records']}"
@@ -250,7 +252,9 @@ class Verification:
                     self._check_model(recording)
             except ConfigError as error:  # the audit could read the run, so its registration record is damaged
                 raise ValueError(str(error)) from error
-            if any(starts.get(name, 0) > first for name, (first, _) in starts_ends.items()):  # other claims need the deleted records
+            if any(
+                starts.get(name, 0) > max(first, 0) for name, (first, _) in starts_ends.items()
+            ):  # other claims need the deleted records
                 actual = {name: actual[name] for name in LEDGER_CLAIMS}
             elif not later:
                 actual["audit"] = audit_claims(table)
