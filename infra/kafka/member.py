@@ -154,7 +154,9 @@ POLL_S = 1.0
 FULL_S = 0.1
 """Interval between polls while the buffer is full, so that heartbeats continue."""
 JOIN_LIMIT_S = 20.0
-"""A member that is connected for this long without completing a join is replaced."""
+"""A member that is connected for this long without completing a join is replaced; each further attempt may take twice as long."""
+JOIN_GROWTH = 16
+"""Most that the limit grows by: hundreds of members need minutes for a join, and never complete it if all start over every 20 s."""
 
 
 class KafkaMember:
@@ -178,7 +180,7 @@ class KafkaMember:
         self._paused: set[Any] = set()
         self._closing = False
         self._consumer: Any = self._contact.reach(self._join)
-        self._joined_at = time.monotonic()
+        self._joined_at, self._attempts = time.monotonic(), 0
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"log-member-{group}")
         self._thread.start()
         self._costs.watch(self._thread, "poll_s")
@@ -311,10 +313,13 @@ class KafkaMember:
         """Replace the consumer if a join does not complete although a broker is connected."""
         now, joined = time.monotonic(), private_api.has_joined(self._consumer)
         outage_s = self._outage.check(self._consumer, due=joined)
+        if joined:
+            self._attempts = 0
         if outage_s > 0 or joined:
             self._joined_at = now
-        elif now - self._joined_at > self._join_limit_s:
+        elif now - self._joined_at > self._join_limit_s * min(2**self._attempts, JOIN_GROWTH):
             log.warning("consumer group %s: joining has taken %.0f s without success; joining again", self._group, now - self._joined_at)
+            self._attempts += 1
             self._rejoin()
 
     def _rejoin(self) -> None:

@@ -234,18 +234,22 @@ def test_a_lone_member_needs_one_join(log: KafkaLog, run_id: str) -> None:
     heard.member.close()
 
 
-def test_a_member_without_a_completed_join_is_made_anew(log: KafkaLog, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_without_a_completed_join_is_made_anew_and_waits_longer_each_time(
+    log: KafkaLog, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (topic,) = make_topics(log, run_id, "a")
     write(log, topic, [b"x"])
-    joined, consumers = private_api.has_joined, []
+    joined, consumers, made = private_api.has_joined, [], []
 
-    def hangs_at_first(consumer: Any) -> bool:
+    def hangs_twice(consumer: Any) -> bool:
         if consumer not in consumers:
             consumers.append(consumer)
-        return consumer is not consumers[0] and joined(consumer)
+            made.append(time.monotonic())
+        return len(consumers) > 2 and joined(consumer)
 
-    monkeypatch.setattr(private_api, "has_joined", hangs_at_first)
-    member = KafkaMember(log, f"{run_id}.group", [topic], max_records=10, max_bytes=1 << 20, join_limit_s=1.0)
+    monkeypatch.setattr(private_api, "has_joined", hangs_twice)
+    member = KafkaMember(log, f"{run_id}.group", [topic], max_records=10, max_bytes=1 << 20, join_limit_s=0.5)
     heard = Heard(member)
-    listen(heard, until=lambda: len(consumers) == 2 and len(heard.records) == 2 and len(heard.owned) == 4)
+    listen(heard, until=lambda: len(consumers) == 3 and len(heard.records) == 3 and len(heard.owned) == 4)
+    assert made[1] - made[0] >= 0.5 and made[2] - made[1] >= 1.0
     member.close()
