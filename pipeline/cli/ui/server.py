@@ -49,6 +49,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
+    "X-Accel-Buffering": "no",  # a proxy passes events on as they come
 }
 
 FOREVER = {"Cache-Control": "private, max-age=31536000, immutable"}
@@ -224,9 +225,8 @@ class Guard:
         _, token, path = [*scope["path"].split("/", 2), "", ""][:3]
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1")
-        # The host name too: another site's name that resolves to this machine is no address of ours.
-        ours = {f"{name}:{self._server.server_address[1]}" for name in (HOST, "localhost")}
-        if host not in ours or not hmac.compare_digest(token.encode(), self._server.token.encode()):
+        # Another site's name that resolves to this machine is no address of ours; the port is another one behind `ssh -L`.
+        if host.partition(":")[0] not in (HOST, "localhost") or not hmac.compare_digest(token.encode(), self._server.token.encode()):
             await Response(status_code=404)(scope, receive, with_headers)
         elif scope["method"] != "GET" and not (
             self._server.writable and scope["method"] == "POST" and headers.get(b"sec-fetch-site") == b"same-origin"
