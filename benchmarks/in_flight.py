@@ -30,7 +30,7 @@ SETTINGS: Mapping[str, Sequence[str]] = {
     IN_TURNS: ("schedule.mode=synchronous", "schedule.max_lag=0", "rollout.workers=2", "trainer.threads=2"),
 }
 SMOOTHED = 10
-"""Steps over which the reward of a curve is averaged."""
+"""Steps over which a curve is averaged."""
 REACHED = 0.95
 """Share of the lowest final reward that counts as the same reward."""
 
@@ -50,14 +50,18 @@ def conventional(versions: Sequence[int]) -> dict[str, Sequence[str]]:
 
 
 def curve_of(steps: Sequence[Mapping[str, Any]]) -> list[Point]:
-    """Points of a run from its table of steps; the reward is the mean over the last `SMOOTHED` steps."""
+    """Points of a run from its table of steps; reward and effective sample size are means over the last `SMOOTHED` steps."""
     samples = list(itertools.accumulate(step["samples"] for step in steps))
+
+    def smoothed(column: str, index: int) -> float:
+        return statistics.fmean(step[column] for step in steps[max(0, index - SMOOTHED + 1) : index + 1])
+
     return [
         Point(
             samples=samples[index],
             seconds=step["committed"].timestamp() - steps[0]["first_sample_at"],
-            reward=statistics.fmean(each["reward_trained"] for each in steps[max(0, index - SMOOTHED + 1) : index + 1]),
-            ess=step["ess"],
+            reward=smoothed("reward_trained", index),
+            ess=smoothed("ess", index),
         )
         for index, step in enumerate(steps)
     ]
@@ -148,7 +152,7 @@ def plot(curves: Mapping[str, Sequence[Sequence[Point]]], path: Path) -> None:
             )  # fmt: skip
         axes.set_xlabel(across)
         axes.set_ylabel({"ess": "effective sample size"}.get(up, up))
-    figure.legend(loc="outside upper center", ncol=4, fontsize=7)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncol=4, fontsize=7)
     FigureCanvasSVG(figure).print_figure(path, metadata={"Date": None})
 
 
