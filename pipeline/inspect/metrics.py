@@ -39,7 +39,7 @@ class Line:
 
 
 class Points:
-    """Converts records to lines."""
+    """Converts a run's records to `Line`s, one record at a time and in the order of their topics."""
 
     def __init__(self, *, created_ms: int, schedule: Schedule) -> None:
         self._created_ms, self._schedule = created_ms, schedule
@@ -48,7 +48,7 @@ class Points:
         self._rewarded = -1
 
     def of(self, folded: Folded, record: Record, *, source: str) -> Iterator[Line]:
-        """Yield the lines of a record; `folded` is its content, as returned by `RunView.fold`."""
+        """Yield the line for a record, or nothing. `folded` is what `RunView.fold` returned for it, `source` the name of its topic."""
         if isinstance(folded, Entry) and folded.kind == "step":
             # Values whose names end in _at are times, not metrics.
             values = {f"train/{name}": value for name, value in folded.metrics.items() if not name.endswith("_at")}
@@ -60,7 +60,7 @@ class Points:
             step = (folded.version or 0) * self._schedule.steps_per_version if folded.step is None else folded.step
             values = {f"eval/{name}": value for name, value in folded.values.items() if name not in CONSTANT}
             yield self._line(record, source, kind="eval", step=step, values=values, labels={"version": folded.version, **folded.labels})
-        elif isinstance(folded, Measurement) and folded.kind in ("status", "final") and self._samples(folded, record):
+        elif isinstance(folded, Measurement) and folded.kind in ("status", "final") and self._is_due(folded, record):
             values = {f"system/{folded.worker}/{name}": value for name, value in folded.values.items()}
             step = max(0, (record.timestamp_ms - self._created_ms) // 1000)
             yield self._line(record, source, kind=folded.kind, step=step, values=values, labels={"worker": folded.worker})
@@ -85,12 +85,12 @@ class Points:
                 labels={"version": version},
             )
 
-    def _samples(self, measurement: Measurement, record: Record) -> bool:
+    def _is_due(self, measurement: Measurement, record: Record) -> bool:
         """True for a worker's first status in each `STATUS_EVERY_MS` and for its final report."""
-        source, stretch = (measurement.worker, measurement.incarnation), record.timestamp_ms // STATUS_EVERY_MS
-        if measurement.kind == "status" and self._sampled.get(source, -1) >= stretch:
+        source, interval = (measurement.worker, measurement.incarnation), record.timestamp_ms // STATUS_EVERY_MS
+        if measurement.kind == "status" and self._sampled.get(source, -1) >= interval:
             return False
-        self._sampled[source] = stretch
+        self._sampled[source] = interval
         return True
 
     def _line(self, record: Record, source: str, *, kind: str, step: int, values: dict[str, float], labels: dict[str, Any]) -> Line:
@@ -115,14 +115,13 @@ FORKED_TAG = "penstock.forked_from"
 def target_of(
     record: RunRecord, config: Config, *, tags: Mapping[str, str], changed: Config | None = None, data: Sequence[Mapping[str, Any]] = ()
 ) -> Target:
-    """Return where and how MLflow logs a run: the configuration, or `changed`, as parameters, and `data` as data sets."""
+    """Return the MLflow server, experiment and parameters for logging a run; `changed` has the values to log if not those of `config`."""
     state = state_directory()
-    chosen = config.mlflow
-    uri = chosen.tracking_uri or f"sqlite:///{state / 'mlflow.db'}"
+    uri = config.mlflow.tracking_uri or f"sqlite:///{state / 'mlflow.db'}"
     return Target(
         run=record.run,
         uri=uri,
-        experiment=chosen.experiment,
+        experiment=config.mlflow.experiment,
         # For a database URI, MLflow would store artifacts in the working directory.
         artifacts=(state / "mlartifacts").as_uri() if uri.startswith("sqlite:") else None,
         params=flatten(settled(changed or config)),
@@ -134,7 +133,7 @@ def target_of(
 
 
 def settled(config: Config) -> dict[str, Any]:
-    """Return a run's configuration in which keys that depend on loss or schedule mode, such as `schedule.max_lag`, have their values."""
+    """Return a configuration as nested dicts, with the effective value of keys whose default depends on others (`schedule.max_lag`)."""
     table: dict[str, Any] = json.loads(to_json(config))
     for name, owner in (("algorithm", config), ("schedule", config.rules), ("kafka", config)):
         table[name] = {key: getattr(owner, key, None) if value is None else value for key, value in table[name].items()}

@@ -24,6 +24,8 @@ class StoredDeadLetter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
+    """A run as its small topics have it; its samples and groups are read through `reader`."""
+
     reader: RunReader
     record: RunRecord | None
     """Registration; None if its record was deleted."""
@@ -69,7 +71,7 @@ class RecordedRun:
 
 
 def read_run(log: Log, run: str) -> RecordedRun:
-    """Read the run's small topics. Raises `RunNotFound`, or `LogError`, also if the first ledger entries were deleted."""
+    """Read a run's configuration, ledger and dead letters. Raises `RunNotFound`, or `LogError`, also if ledger entries were deleted."""
     if lost := deleted(log, f"{run}.ledger"):  # without these entries, every group would seem to be waiting
         raise LogError(f"the status of groups of {run} cannot be computed, because ledger entries were deleted: {'; '.join(lost)}")
     record, reader = find(log, run), RunReader(log, run)

@@ -14,7 +14,7 @@ from penstock.topics.runs import ENDED
 
 
 def closing(view: RunView) -> dict[str, Any]:
-    """Return status and reason of the run's end from the ledger; empty while the run is active."""
+    """Return `status` and `reason` from the ledger entry that closed the run; {} while the run is active."""
     return _object(view.closed.details if view.closed else None)
 
 
@@ -35,7 +35,7 @@ def has_ended(view: RunView) -> bool:
 
 
 def resumptions(view: RunView) -> int:
-    """Return how often the run was resumed: the number of restarts that all workers have in common."""
+    """Return how often the whole run was resumed: the smallest number of restarts of a worker."""
     workers = [worker for worker in view.workers.values() if not worker.ended] or view.workers.values()
     return min((len(worker.incarnations) - 1 for worker in workers), default=0)
 
@@ -70,7 +70,7 @@ def steps_planned(view: RunView) -> int | None:
 
 
 def steps_per_version(view: RunView) -> int:
-    """S"""
+    """Return the number of optimizer steps per published policy version; 1 if the configuration is unknown."""
     return int(config_of(view).get("schedule", {}).get("steps_per_version") or 1)
 
 
@@ -100,16 +100,18 @@ def group_statuses(view: RunView) -> dict[int, str]:
 
 
 def status_counts(view: RunView) -> Counter[str]:
-    """Status -> number of groups."""
+    """Return final status, or `open` -> number of groups, also of those that the view has dropped."""
     return Counter(group_statuses(view).values()) + view.past.statuses
 
 
 def _about(view: RunView, part: str) -> dict[str, Any]:
+    """Return `config` or `info` from the registration, else from the first ledger entry; {} before either is read."""
     if view.record is not None:
         return _object(view.record.config if part == "config" else view.record.info)
     return dict(_object(view.opened.details if view.opened else None).get(part, {}))
 
 
 def _object(text: str | None) -> dict[str, Any]:
+    """Parse a JSON object; {} for None or another value."""
     parsed = json.loads(text) if text else {}
     return parsed if isinstance(parsed, dict) else {}

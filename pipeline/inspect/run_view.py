@@ -86,7 +86,10 @@ class RunView:
     """(worker, process) -> sequence numbers of its measurements."""
 
     def fold(self, record: Record) -> Folded | None:
-        """Apply a record and return its content; None for a duplicate or a record of another run. Raises `Unusable`, changing nothing."""
+        """Update the view with one record. Raises `Unusable` for an invalid one, and leaves the view unchanged.
+
+        Return the decoded payload, or the headers if only these are read; None for a duplicate, another run, or a topic without a rule.
+        """
         if self.poison and record.id in self.poison:
             return None
         if record.topic == RUNS_TOPIC:
@@ -100,6 +103,7 @@ class RunView:
         return folded
 
     def _fold_run(self, record: Record) -> RunRecord | None:
+        """Apply a registration from `penstock.runs`, the topic of all runs: return it; None for another run or a deletion."""
         if record.key != self.run.encode():
             return None
         if not record.value:  # tombstone: an earlier run of this id was deleted
@@ -112,6 +116,7 @@ class RunView:
         return state
 
     def _fold_made(self, record: Record) -> RunRecord | None:
+        """Apply the registration in the run's own topic; `penstock.runs` only adds the present status to it."""
         _, made = runs.read(record, run=self.run)
         self._made = made
         if self.record is not None:
@@ -119,6 +124,7 @@ class RunView:
         return made
 
     def _fold_ledger(self, record: Record) -> Entry | None:
+        """Apply an entry of the ledger, the trainer's journal: return it; None if it repeats an entry or follows a gap."""
         _, entry = ledger.read(record, run=self.run)
         if not ledger.continues(entry, after=self.last_seq):
             return None
@@ -141,6 +147,7 @@ class RunView:
         return entry
 
     def _fold_metrics(self, record: Record) -> Measurement | None:
+        """Apply a worker's status, evaluation or final report: return it; None if its sequence number was read before."""
         _, measurement = metrics.read(record, run=self.run)
         numbers = self.measured.setdefault((measurement.worker, measurement.incarnation), IdSet())
         if measurement.seq in numbers:
@@ -150,7 +157,7 @@ class RunView:
         worker = self.workers.setdefault(measurement.worker, WorkerView(worker=measurement.worker, role=measurement.role))
         before = [worker.total(name) for name in WORK]
         if worker.incarnations and measurement.incarnation not in worker.incarnations:
-            self.worked.begin_again(measurement.time_ns / 1e9)
+            self.worked.stop(measurement.time_ns / 1e9 - 1e-3)  # the gap before a restart is a pause, as after a killed launcher
         worker.add(measurement)
         if measurement.role == "tracker" and measurement.kind == "final":  # the tracker is the last worker to exit
             self.worked.stop(measurement.time_ns / 1e9)
@@ -162,6 +169,7 @@ class RunView:
         return measurement
 
     def _fold_groups(self, record: Record) -> Headers | None:
+        """Apply the outcome of a group, from the headers alone: return them; None for a second outcome of the group."""
         headers = groups.check(record, run=self.run)
         if headers.part:  # a later part of a group whose first part was counted
             return headers
@@ -169,14 +177,8 @@ class RunView:
         assert headers.outcome is not None
         if headers.group in self.groups or headers.group in self.past.groups:
             return None
-        outcome = GroupFacts(
-            headers.outcome,
-            headers.samples or 0,
-            headers.tokens or 0,
-            headers.reward_mean,
-            headers.policy_version_min,
-            headers.no_reward or 0,
-        )
+        counts = headers.samples or 0, headers.tokens or 0
+        outcome = GroupFacts(headers.outcome, *counts, headers.reward_mean, headers.policy_version_min, headers.no_reward or 0)
         self.groups[headers.group] = outcome
         self.open.pop(headers.group, None)
         self.no_reward += outcome.no_reward
@@ -187,6 +189,7 @@ class RunView:
         return headers
 
     def _fold_prompts(self, record: Record) -> Headers | None:
+        """Apply a prompt, which admits its group: return its headers; None for a second prompt of the group."""
         headers = prompts.check(record, run=self.run)
         if headers.group is None or headers.group in self.admitted:
             return None
@@ -197,6 +200,7 @@ class RunView:
         return headers
 
     def _fold_rollouts(self, record: Record) -> Headers | None:
+        """Add the token counts of generated samples: return the record's headers; None if all its samples were read before."""
         headers = rollouts.check(record, run=self.run)
         assert headers.group is not None
         samples, tokens = self.samples.setdefault(headers.group, {}), rollouts.tokens_of(headers)
@@ -206,6 +210,7 @@ class RunView:
         return headers
 
     def _fold_dead_letters(self, record: Record) -> DeadLetter | None:
+        """Count a record that a worker refused: return its dead letter; None for a second one about the same record."""
         _, dead_letter = dead_letters.read(record, run=self.run)
         if dead_letter.record_id in self.dead_letters:
             return None
@@ -218,7 +223,7 @@ class RunView:
         return dead_letter
 
     def forget(self) -> None:
-        """Drop finished items except the newest; does nothing unless there are twice as many as in `KEPT`."""
+        """Bound the memory: drop finished items except the newest and count them in `past`. Acts at twice the numbers in `KEPT`."""
         if all(len(getattr(self, name)) < 2 * most for name, most in KEPT.items()):
             return
         past = self.past
@@ -278,7 +283,7 @@ _PROGRESS = frozenset({"ledger", "groups", "prompts", "rollouts"})
 
 
 def load(log: Log, run: str, *, topics: Collection[str] = TOPICS_READ) -> RunView:
-    """Read these topics up to their current ends and return the view of a run. Raises `LogError`."""
+    """Return a run's view from its records in these topics, up to the current end offsets. Raises `LogError`."""
     return read_view(RunReader(log, run), topics=topics)
 
 
@@ -290,9 +295,10 @@ def read_view(
     view: RunView | None = None,
     since: Mapping[Partition, int] | None = None,
 ) -> RunView:
-    """Read these topics up to their current ends into a view; unusable records are skipped.
+    """Return a run's view from its records in these topics, up to the current end offsets; unusable records are skipped.
 
-    `also` is called with each record. `view` is a saved view to continue, and `since` has the offsets after its records.
+    `also` is called with what `fold` returned for each record, and the record. `view` is a saved view to update, and `since` has the offset
+    after its last record in each partition.
     """
     view = RunView(run=reader.run) if view is None else view
     # The topic of all runs first: if it shows that the run has ended, the other topics are complete. Then dead letters of poison records.

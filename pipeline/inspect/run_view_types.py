@@ -20,7 +20,7 @@ RATE_WINDOW = 30
 
 
 class GroupFacts(NamedTuple):
-    """Facts from the headers of a group's outcome."""
+    """A group's outcome according to its headers: counts of samples and completion tokens, mean reward, oldest policy version."""
 
     outcome: str
     samples: int
@@ -69,7 +69,7 @@ class StepFacts(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Ended:
-    """Counts of groups that a view no longer stores."""
+    """What a run view counts of the finished steps, versions and groups that it has dropped from memory."""
 
     steps: int = 0
     versions: int = 0
@@ -111,9 +111,9 @@ class WorkerView:
     recent: deque[tuple[int, dict[str, float]]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
 
     def add(self, measurement: Measurement) -> None:
-        """Apply a measurement. One of an earlier incarnation changes only the totals.
+        """Apply a measurement; one of an earlier process (incarnation) of this worker changes only the totals.
 
-        The newest incarnation is the last in the log, because a worker restarted on another machine has another clock.
+        The newest process is the one whose first report is last in the log: clocks of two machines cannot be compared.
         """
         known_incarnation = measurement.incarnation in self.incarnations
         self.incarnations.setdefault(measurement.incarnation, {}).update(measurement.values)
@@ -132,6 +132,7 @@ class WorkerView:
             self.recent.append((measurement.time_ns, measurement.values))
 
     def total(self, name: str) -> float:
+        """Return a cumulative value summed over all processes of this worker; 0.0 if none reported it."""
         return sum(values.get(name, 0.0) for values in self.incarnations.values())
 
     def rate(self, name: str) -> float | None:
@@ -175,24 +176,20 @@ class WorkingTime:
         if moment_s not in self.stops:
             insort(self.stops, moment_s)
 
-    def begin_again(self, moment_s: float) -> None:
-        """Add the first report of a restarted worker: the gap before it is a pause, as after a killed launcher."""
-        self.stop(moment_s - 1e-3)
-
     def between(self, first_s: float | None, last_s: float | None) -> float | None:
         """Return the active seconds between two times; None if either is None."""
         if first_s is None or last_s is None:
             return None
-        return sum(max(0.0, min(high, last_s) - max(low, first_s)) for low, high in self._stretches())
+        return sum(max(0.0, min(high, last_s) - max(low, first_s)) for low, high in self._active_periods())
 
     def until(self, now_s: float) -> float:
         """Return all active seconds, including the time from the last report to `now_s` if that is short enough."""
         last = self.spans[-1][1] if self.spans else now_s
         more = now_s - last if now_s > last and self._active_between(last, now_s) else 0.0
-        return sum(high - low for low, high in self._stretches()) + more
+        return sum(high - low for low, high in self._active_periods()) + more
 
-    def _stretches(self) -> list[tuple[float, float]]:
-        """Return the spans, joined if the run was active between them."""
+    def _active_periods(self) -> list[tuple[float, float]]:
+        """Return (start, end) of each period in which the run was active, in order: the spans, joined across short gaps."""
         joined: list[tuple[float, float]] = []
         for low, high in self.spans:
             if joined and self._active_between(joined[-1][1], low):
@@ -208,4 +205,5 @@ class WorkingTime:
 
 
 def together(tallies: Iterable[Tally]) -> Tally:
+    """Return the sum of tallies."""
     return functools.reduce(Tally.plus, tallies, Tally())

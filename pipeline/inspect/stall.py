@@ -20,7 +20,7 @@ class Stuck:
     """Diagnosis of a stalled run."""
 
     stage: str
-    group: int | None
+    group: int | None = None
     """Lowest group that the next step waits for, if it waits for a group."""
     reason: str
 
@@ -66,39 +66,37 @@ def waiting_for(view: RunView) -> int | None:
 
 
 def find(snapshot: RunSnapshot) -> Stuck | None:
-    """Return what the run waits for now, for however long; None for a run that has ended."""
+    """Diagnose what the run waits for now, also if it has waited only briefly; None for a run that has ended."""
     view = snapshot.view
     if snapshot.outage_s:
-        return Stuck(stage="broker", group=None, reason=f"the broker has not responded for {snapshot.outage_s:.0f} s")
+        return Stuck(stage="broker", reason=f"the broker has not responded for {snapshot.outage_s:.0f} s")
     if view.closed is not None:
         last = [worker for role in HELPERS for worker in _of(view, role)]
         states = "; ".join(_state(snapshot, worker) for worker in last)
-        return Stuck(stage=last[0].role, group=None, reason=f"the run is closed; {states}") if last else None
+        return Stuck(stage=last[0].role, reason=f"the run is closed; {states}") if last else None
     rules = _rules(view)
     if rules is None or view.opened is None:
-        return Stuck(stage="trainer", group=None, reason=f"the run is not opened yet; {_role(snapshot, 'trainer')}")
+        return Stuck(stage="trainer", reason=f"the run is not opened yet; {_role(snapshot, 'trainer')}")
     if (version := _missing_version(view, rules)) is not None:
-        return Stuck(stage="trainer", group=None, reason=f"waiting for version {version}; {_role(snapshot, 'trainer')}")
+        return Stuck(stage="trainer", reason=f"waiting for version {version}; {_role(snapshot, 'trainer')}")
     group = waiting_for(view)
     if group is not None:
         return _group(snapshot, rules, group)
     if view.steps_done == steps_planned(view):
-        return Stuck(stage="trainer", group=None, reason=f"all steps are done; {_role(snapshot, 'trainer')}")
+        return Stuck(stage="trainer", reason=f"all steps are done; {_role(snapshot, 'trainer')}")
     step, unsettled = view.steps_done, sum(status not in SETTLED for status in group_statuses(view).values())
     if unsettled >= _needed(view, rules):
-        return Stuck(stage="trainer", group=None, reason=f"step {step} has all its groups; {_role(snapshot, 'trainer')}")
+        return Stuck(stage="trainer", reason=f"step {step} has all its groups; {_role(snapshot, 'trainer')}")
     for role in _generating_roles(view):
         if not _of(view, role):
-            return Stuck(stage=role, group=None, reason=_role(snapshot, role))
+            return Stuck(stage=role, reason=_role(snapshot, role))
     return Stuck(
-        stage="feeder",
-        group=None,
-        reason=f"step {step} waits for the prompt of group {status_counts(view).total()}; {_role(snapshot, 'feeder')}",
+        stage="feeder", reason=f"step {step} waits for the prompt of group {status_counts(view).total()}; {_role(snapshot, 'feeder')}"
     )
 
 
 def _group(snapshot: RunSnapshot, rules: Schedule, group: int) -> Stuck:
-    """Return why a group that the next step needs has no outcome."""
+    """Diagnose a group that the next step needs and that has no outcome: it waits for the feeder, for samples, or for the scorer."""
     view, generated = snapshot.view, snapshot.generated
     opened = view.open.get(group)
     step = f"step {view.steps_done} waits for group {group}"
@@ -143,6 +141,7 @@ def _owned(worker: WorkerView) -> str:
 
 
 def _state(snapshot: RunSnapshot, worker: WorkerView) -> str:
+    """Describe one worker: the launcher's note about its process, its silence, or its activity."""
     silent_s, doing = snapshot.silent.get(worker.worker, 0.0), worker.labels.get("doing", "starting")
     if worker.worker in snapshot.notes:
         return f"{worker.worker} {snapshot.notes[worker.worker]}"

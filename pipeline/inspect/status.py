@@ -35,8 +35,6 @@ HELD_S = 10.0
 """A changed bottleneck is shown when it has lasted this long."""
 SELDOM, MOSTLY = 0.2, 0.6
 """A role that waits for less than the first share of time seldom waits; one that works for more than the second is busy."""
-
-
 SLOW_REWARD_S = 0.3
 """Reward functions that take fewer seconds per group are never reported as the bottleneck."""
 
@@ -124,7 +122,7 @@ class SteadyBottleneck:
     _since_s: float = 0.0
 
     def update(self, current: Bottleneck | None, *, now_s: float) -> Bottleneck | None:
-        """Return the bottleneck to show after `current` was computed."""
+        """Return the bottleneck to show, given the newly computed one: another role is shown only once it has lasted."""
         if current is None or self.shown is None or current.who == self.shown.who:
             self.shown, self._other = current, None
         elif current.who != self._other:
@@ -135,6 +133,7 @@ class SteadyBottleneck:
 
 
 def _overlap(view: RunView) -> bool:
+    """True if the schedule lets generation and training overlap, because it allows a lag above 0."""
     schedule = config_of(view).get("schedule", {})
     allowed = schedule.get("max_lag")
     return bool(MODES[schedule["mode"]].max_lag if allowed is None else allowed) if schedule.get("mode") in MODES else False
@@ -179,6 +178,7 @@ def to_go_s(view: RunView) -> float | None:
 
 
 def silences(view: RunView, *, now_s: float) -> dict[str, float]:
+    """Return worker -> seconds from its last report to `now_s`, for all workers that have not ended."""
     return {worker.worker: max(0.0, now_s - worker.time_ns / 1e9) for worker in view.workers.values() if not worker.ended}
 
 
@@ -190,7 +190,7 @@ def standstill_s(view: RunView, *, now_s: float) -> float | None:
 
 
 def standing(view: RunView, *, now_s: float) -> dict[str, Any]:
-    """Return the state of the run and of each worker as plain data for JSON."""
+    """Return what `penstock status --json` prints: progress, speed and bottleneck of the run, and the state of each worker."""
     counted = status_counts(view)
     slowest = bottleneck(view)
     silent = silences(view, now_s=now_s)
