@@ -17,7 +17,7 @@ from penstock.pipeline.inspect.report.formats import rebased_fields
 from penstock.pipeline.learner import micro_batches
 from penstock.pipeline.learner.ledger_history import read_planned
 from penstock.pipeline.learner.micro_batches import TokenSequence
-from penstock.pipeline.runtime.topic_reader import Read, drain
+from penstock.pipeline.runtime.topic_reader import Read, between
 from penstock.pipeline.scheduling import rules
 from penstock.topics.catalogue import topic_name
 from penstock.topics.groups import Group, ScoredSample
@@ -56,27 +56,27 @@ class StepShares:
     """Shares of all trained samples in the gradient of a step."""
 
     samples: tuple[SampleShare, ...]
-    aggregate: str
     denominator: float
     """Divisor of the step's loss sum."""
     tokens: int
 
     def of(self, group: int) -> dict[int, SampleShare]:
+        """Return sample number -> share, for the trained samples of one group."""
         return {share.sample: share for share in self.samples if share.group == group}
 
 
 def explain(
     log: Log, run: str, group: int, *, notify: Callable[[str], None], trust_code: bool = False, partition: int | None = None
 ) -> dict[str, Any]:
-    """Read all records of one group and trace it, as plain data for JSON; `partition` is the group's, searched if None.
+    """Return what `penstock explain --json` prints about one group. `partition` has the group's records; if None, it is searched.
 
-    Raises `ValueError` for an unknown run or group, `LogError` for a deleted prompt.
+    Raises `ConfigError` for an unknown run or group, `LogError` for a deleted prompt.
     """
     return life(read_group(read_run(log, run), group, notify=notify, partition=partition), notify=notify, trust_code=trust_code)
 
 
 def life(history: GroupHistory, *, notify: Callable[[str], None], trust_code: bool = False) -> dict[str, Any]:
-    """Trace a group from its records, as plain data for JSON. Raises `LogError`."""
+    """Convert the records of a group to what `penstock explain --json` prints. Raises `LogError` if topics cannot be read."""
     step, shares_of = _step(history, notify=notify, trust_code=trust_code) if history.step is not None else (None, {})
     return {
         "run": history.run.run,
@@ -90,7 +90,7 @@ def life(history: GroupHistory, *, notify: Callable[[str], None], trust_code: bo
         "stale": stale_facts(history),
         "step": step,
         "version": _version(history.version),
-        "times": [asdict(stage) for stage in stages(history.timestamps)],
+        "times": stages(history.timestamps),
         "moments": asdict(history.timestamps),
         "records": _records(history),
         "gone": list(history.gone),
@@ -99,6 +99,7 @@ def life(history: GroupHistory, *, notify: Callable[[str], None], trust_code: bo
 
 
 def _fields(holder: object, *names: str) -> dict[str, Any]:
+    """Return name -> value for these attributes of an object."""
     return {name: getattr(holder, name) for name in names}
 
 
@@ -115,7 +116,7 @@ def _prompt(read: Read[Any] | None) -> dict[str, Any] | None:
 
 
 def _samples(history: GroupHistory, shares_of: Mapping[int, SampleShare]) -> list[dict[str, Any]]:
-    """Return all samples of the group by number; `counts` is True for the K samples that the outcome uses."""
+    """Return a row per generated sample, by number; `counts` is True for the K samples that the group's outcome uses."""
     first_rollouts, counted, scored = history.first_rollouts, history.counted, history.scored
     rollouts = {number: rollout for number, (_, rollout) in first_rollouts.items()} | counted
     names, trained = history.group.reward_names if history.group else (), history.step is not None
@@ -141,7 +142,7 @@ def _samples(history: GroupHistory, shares_of: Mapping[int, SampleShare]) -> lis
                 "tokens": len(generated(rollout)),
                 **_fields(rollout, "finish", "temperature", "environment", "environment_version", "environment_seed"),
                 "turns": _turns(rollout),
-                "turn_times": [asdict(time) for time in times_of.get(number, [])] or None,
+                "turn_times": times_of.get(number),
                 "time_spent": summed(times_of[number], rollout) if number in times_of else None,
                 "completion": result.completion if result else texts and texts.completion(generated(rollout)),
                 "reward": result and result.reward,
@@ -168,6 +169,7 @@ def _turns(rollout: Rollout) -> list[dict[str, Any]] | None:
 
 
 def _spans(rollout: Rollout) -> list[dict[str, int]]:
+    """Return the policy version of each range of tokens: `version` generated the tokens `from` to before `to`."""
     starts = rollout.span_starts.tolist()
     spans = zip(rollout.span_versions.tolist(), starts, [*starts[1:], len(rollout.token_ids)], strict=True)
     return [{"version": version, "from": low, "to": high} for version, low, high in spans]
@@ -210,6 +212,7 @@ def _outcome(read: Read[Group] | None) -> dict[str, Any] | None:
 
 
 def _step(history: GroupHistory, *, notify: Callable[[str], None], trust_code: bool) -> tuple[dict[str, Any], Mapping[int, SampleShare]]:
+    """Return the facts about the step that was trained on the group, and sample number -> the sample's share in its gradient."""
     entry, config, oldest = history.step, history.run.config, history.policy_version_min
     assert entry is not None
     notify(f"reading the {len(entry.plan)} groups of step {entry.step}")
@@ -240,6 +243,7 @@ def _step(history: GroupHistory, *, notify: Callable[[str], None], trust_code: b
 
 
 def _shares(history: GroupHistory, entry: Entry, *, trust_code: bool) -> tuple[StepShares | None, str | None]:
+    """Return the gradient shares of the step in a ledger entry, or None and the reason why they cannot be computed."""
     run = history.run
     try:
         plan = read_planned(run.reader.log, run.run, entry.plan)
@@ -262,7 +266,7 @@ def _version(entry: Entry | None) -> dict[str, Any] | None:
 
 
 def _records(history: GroupHistory) -> list[dict[str, Any]]:
-    """Return a row for every record about the group: whether readers use it, or why it is a duplicate or unusable."""
+    """Return a row per record of the group, with what it `is`; `counts` is False for duplicates and unusable records."""
 
     def row(record: Record, text: str, *, counts: bool) -> dict[str, Any]:
         return {"place": shown_place(record), "time_s": record.timestamp_ms / 1000, "is": text, "counts": counts}
@@ -293,7 +297,7 @@ def _dead_letter(stored: StoredDeadLetter) -> dict[str, Any]:
 
 
 def shares(plan: Sequence[Group], *, config: Config, boundaries: Sequence[int] = (), trust_code: bool = False) -> StepShares:
-    """Compute the gradient shares of a step's samples, in plan order; `boundaries` are the ends of its micro-batches.
+    """Compute the share of each sample in a step's gradient. `plan` has the groups in order, `boundaries` the ends of the micro-batches.
 
     The weight of a trained token is A · c / D with the sample's advantage A, the token's weight c (`token_share`) and the step's
     denominator D. It equals -dL/dlogprob for every built-in loss without KL term if current, proximal and behaviour policy are equal.
@@ -320,7 +324,7 @@ def shares(plan: Sequence[Group], *, config: Config, boundaries: Sequence[int] =
         )
 
     parts = tuple(share(number, row) for number, row in enumerate(rows))
-    return StepShares(samples=parts, aggregate=config.aggregate, denominator=total, tokens=sum(part.tokens for part in parts))
+    return StepShares(samples=parts, denominator=total, tokens=sum(part.tokens for part in parts))
 
 
 def left_out(config: Config) -> list[str]:
@@ -365,18 +369,8 @@ def clipped(entry: Entry, config: Config) -> float | None:
     return min(1.0, limit / (norm + 1e-6)) if norm else 1.0  # the 1e-6 is torch's (clip_grads_with_norm_)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnTime:
-    turn: int
-    attempt: int
-    worker: str
-    asked_s: float
-    started_s: float
-    ended_s: float
-
-
-def turn_times(log: Log, run: str, *, group: int, partition: int) -> Mapping[int, list[TurnTime]]:
-    """Return sample -> times of its turns that have a reply; empty if turns are not sent through the log. Raises `LogError`."""
+def turn_times(log: Log, run: str, *, group: int, partition: int) -> Mapping[int, list[dict[str, Any]]]:
+    """Return sample number -> a row with the times of each turn that has a reply; {} if turns do not pass through the log."""
     if log.partitions(topic_name(run, "calls")) is None:
         return {}
     requested: dict[TurnKey, int] = {}
@@ -384,34 +378,26 @@ def turn_times(log: Log, run: str, *, group: int, partition: int) -> Mapping[int
         with contextlib.suppress(Unusable):
             call = calls.read(record, run=run)[1]
             requested.setdefault(call.key, call.asked_ns)
-    times: dict[int, list[TurnTime]] = {}
+    times: dict[int, list[dict[str, Any]]] = {}
     for record in _records_of(log, topic_name(run, "replies"), group, partition):
         with contextlib.suppress(Unusable):
             reply = replies.read(record, run=run)[1]
             if (requested_ns := requested.pop(reply.key, None)) is not None:
-                times.setdefault(reply.sample, []).append(
-                    TurnTime(
-                        turn=reply.turn, attempt=reply.attempt, worker=reply.worker, asked_s=requested_ns / NS,
-                        started_s=reply.started_ns / NS, ended_s=reply.ended_ns / NS,
-                    )
-                )  # fmt: skip
+                seconds = {"asked_s": requested_ns / NS, "started_s": reply.started_ns / NS, "ended_s": reply.ended_ns / NS}
+                times.setdefault(reply.sample, []).append({**_fields(reply, "turn", "attempt", "worker"), **seconds})
     return times
 
 
-def summed(times: list[TurnTime], rollout: Rollout) -> dict[str, float]:
-    """Sum the seconds of waiting, generation and environment; the last is missing if the trajectory reuses turns of an earlier attempt."""
-    waited = sum(time.started_s - time.asked_s for time in times)
-    generated = sum(time.ended_s - time.started_s for time in times)
+def summed(times: list[dict[str, Any]], rollout: Rollout) -> dict[str, float]:
+    """Return a trajectory's seconds of waiting, generation and, unless it reuses turns of an earlier attempt, environment."""
+    waited = sum(time["started_s"] - time["asked_s"] for time in times)
+    generated = sum(time["ended_s"] - time["started_s"] for time in times)
     whole = (rollout.ended_ns - rollout.started_ns) / NS
     rest = {"environment_s": whole - waited - generated} if whole >= waited + generated else {}
     return {"waited_s": waited, "generating_s": generated, **rest}
 
 
 def _records_of(log: Log, topic: str, group: int, partition: int) -> Iterator[Record]:
-    tail = log.tail({(topic, partition): "earliest"})
-    try:
-        for record in drain(tail, log.end_offsets([(topic, partition)])):
-            if record.key == str(group).encode():
-                yield record
-    finally:
-        tail.close()
+    tp = (topic, partition)
+    records = between(log, tp, log.beginning_offsets([tp])[tp], log.end_offsets([tp])[tp])
+    return (record for record in records if record.key == b"%d" % group)

@@ -1,14 +1,14 @@
 """Reads all records of one group, and derives its final status, the reason, and the time of each stage."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.pipeline.inspect.recorded_run import RecordedRun, StoredDeadLetter, no_prompt
 from penstock.pipeline.runtime.topic_reader import POISON, Read, deleted
 from penstock.pipeline.scheduling import rules
-from penstock.pipeline.scheduling.rules import Schedule, group_status
+from penstock.pipeline.scheduling.rules import group_status
 from penstock.topics.dead_letters import DeadLetter, claimed_group
 from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.ledger import Entry
@@ -49,72 +49,18 @@ STAGES: Sequence[tuple[str, str, str]] = (
 """(name of a stage, timestamp at its start, timestamp at its end). `scoring` is for records without the duration of reward functions."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """Time a group spent in one stage."""
+def stages(timestamps: GroupTimestamps) -> list[dict[str, Any]]:
+    """Return the stages whose start and end are known: `name`, `begins_s` after the group's admission, duration in `seconds`.
 
-    name: str
-    begins_s: float
-    """Start of the stage, in seconds after the group's admission."""
-    seconds: float
-
-
-def timestamps_of(rollouts: Iterable[Rollout], *, complete: bool, **other_times: float | None) -> GroupTimestamps:
-    """Collect the timestamps of a group from the samples that its outcome uses and from its other records."""
-    samples = list(rollouts)
-    return GroupTimestamps(
-        begun=min(sample.started_ns for sample in samples) / NS if samples else None,
-        first_ended=min(sample.ended_ns for sample in samples) / NS if samples else None,
-        last_ended=max(sample.ended_ns for sample in samples) / NS if samples and complete else None,
-        **other_times,
-    )
-
-
-def stages(timestamps: GroupTimestamps) -> list[Stage]:
-    """Return the stages whose start and end are known, in order. A negative duration is due to clocks of different machines."""
+    A duration is negative if the clocks of two machines differ.
+    """
     zero, rows = timestamps.admitted, []
     shown = [stage for stage in STAGES if stage[0] != "scoring" or timestamps.scoring_started is None]
     for name, first, last in shown:
         start, end = getattr(timestamps, first), getattr(timestamps, last)
         if zero is not None and start is not None and end is not None:
-            rows.append(Stage(name=name, begins_s=start - zero, seconds=end - start))
+            rows.append({"name": name, "begins_s": start - zero, "seconds": end - start})
     return rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupProgress:
-    """Progress of an unfinished group and of its run."""
-
-    samples: int
-    samples_requested: int
-    scored: bool
-    readable: bool
-    min_version: int
-    policy_version_min: int | None
-    newest_version: int
-    steps: int
-
-
-def waits_for(progress: GroupProgress, schedule: Schedule) -> str:
-    """Describe what an unfinished group waits for, as a clause."""
-    if not progress.readable:
-        return "the scorer or the group's deadline to end it, because its prompt cannot be read"
-    if progress.scored:
-        old = rules.lag(learner_version=progress.newest_version, policy_version_min=progress.policy_version_min or 0)
-        behind = f"{old} version{'' if old == 1 else 's'}"
-        first = "takes groups by number" if schedule.order == "submission" else "takes groups in the order of scoring"
-        return (
-            f"the trainer, which {first} and has done {progress.steps} steps; the group is {behind} versions behind the newest one, "
-            f"max_lag is {schedule.max_lag}"
-        )
-    if progress.samples >= progress.samples_requested:
-        return "the scorer of its partition; all its samples are in the log"
-    if progress.samples:
-        return f"samples: {progress.samples} of {progress.samples_requested} are there"
-    if progress.min_version > progress.newest_version:
-        newest = f"the newest is {progress.newest_version}" if progress.newest_version >= 0 else "none is published"
-        return f"policy version {progress.min_version}, under which it may be generated at the earliest; {newest}"
-    return "a rollout worker; none of its samples is in the log"
 
 
 NS = 1e9
@@ -168,6 +114,7 @@ class GroupHistory:
 
     @property
     def policy_version_min(self) -> int | None:
+        """Oldest policy version that generated a token of the group, from the headers of its outcome; None without an outcome."""
         return self.outcome.headers.policy_version_min if self.outcome and self.outcome.headers else None
 
     @property
@@ -177,7 +124,7 @@ class GroupHistory:
 
     @property
     def first_rollouts(self) -> dict[int, tuple[Record, Rollout]]:
-        """Sample number -> (first record, decoded sample)."""
+        """Sample number -> (record, decoded sample), from the first record of each sample."""
         firsts = {read.payload.sample: (read.record, read.payload) for read in self.samples if read.payload and not read.repeats}
         return dict(sorted(firsts.items()))
 
@@ -223,9 +170,11 @@ class GroupHistory:
         group, step = self.group, self.step
         admitted = self.prompt or group
         begun = None if step is None else step.metrics.get("first_backward_at") or step.metrics.get("started_at")
-        return timestamps_of(
-            self.counted.values(),
-            complete=self.complete,
+        samples = self.counted.values()
+        return GroupTimestamps(
+            begun=min(sample.started_ns for sample in samples) / NS if samples else None,
+            first_ended=min(sample.ended_ns for sample in samples) / NS if samples else None,
+            last_ended=max(sample.ended_ns for sample in samples) / NS if samples and self.complete else None,
             admitted=admitted.created_ns / NS if admitted else None,
             scoring_started=(group.scored_ns - group.reward_ns) / NS if group and group.reward_ns is not None else None,
             scored=group.scored_ns / NS if group else None,
@@ -271,13 +220,9 @@ def read_group(run: RecordedRun, number: int, *, notify: Callable[[str], None], 
 
 
 def why(history: GroupHistory) -> str:
-    """Return the reason of the group's status as a clause, with the deleted records that might change it."""
-    include_open = history.status in ("open", "unused") and history.outcome is None
-    return (
-        f"{_why(history)}, unless deleted records say otherwise: {'; '.join(history.gone)}"
-        if include_open and history.gone
-        else _why(history)
-    )
+    """Return the reason of the group's status as a clause, with the deleted records because of which it may be wrong."""
+    may_have_ended = history.gone and history.status in ("open", "unused") and history.outcome is None
+    return _why(history) + (f", unless deleted records say otherwise: {'; '.join(history.gone)}" if may_have_ended else "")
 
 
 def _why(history: GroupHistory) -> str:
@@ -289,14 +234,14 @@ def _why(history: GroupHistory) -> str:
         case "stale":
             return _why_stale(history)
         case "open":
-            return f"waits for {waits_for(_progress(history), run.config.rules)}"
+            return f"waits for {_waits_for(history)}"
         case "unused" if run.rescored_from is not None:
             return f"this run re-scores {run.rescored_from} and was never trained; train from it: penstock replay train {run.run}"
         case "unused":
             closed = run.past.ledger_state.closed
             reason = json.loads((closed and closed.details) or "{}").get("reason")
             ended = f"the run ended first ({reason})" if reason else "the run ended first"
-            return f"{ended}; the group was waiting for {waits_for(_progress(history), run.config.rules)}"
+            return f"{ended}; the group was waiting for {_waits_for(history)}"
         case status:
             return (history.group.reason if history.group else None) or f"the outcome is {status}, without a reason"
 
@@ -331,19 +276,30 @@ def _why_stale(history: GroupHistory) -> str:
     )
 
 
-def _progress(history: GroupHistory) -> GroupProgress:
-    prompt, past = history.prompt, history.run.past
-    return GroupProgress(
-        samples=len(history.counted),
-        samples_requested=history.samples_requested,
-        scored=history.outcome is not None,
-        readable=prompt is not None,
-        min_version=prompt.min_version if prompt else 0,
-        policy_version_min=history.policy_version_min,
-        newest_version=max((entry.version or 0 for entry in past.entries if entry.kind == "version"), default=-1),
-        steps=len(past.steps),
-    )
+def _waits_for(history: GroupHistory) -> str:
+    """Describe what a group without a final status waits for, as the object of "waits for"."""
+    prompt, past, schedule = history.prompt, history.run.past, history.run.config.rules
+    newest = max((entry.version or 0 for entry in past.entries if entry.kind == "version"), default=-1)
+    samples, requested = len(history.counted), history.samples_requested
+    if prompt is None:
+        return "the scorer or the group's deadline to end it, because its prompt cannot be read"
+    if history.outcome is not None:
+        old = rules.lag(learner_version=newest, policy_version_min=history.policy_version_min or 0)
+        first = "takes groups by number" if schedule.order == "submission" else "takes groups in the order of scoring"
+        return (
+            f"the trainer, which {first} and has done {len(past.steps)} steps; the group is {old} version{'' if old == 1 else 's'} behind "
+            f"the newest one, max_lag is {schedule.max_lag}"
+        )
+    if samples >= requested:
+        return "the scorer of its partition; all its samples are in the log"
+    if samples:
+        return f"samples: {samples} of {requested} are there"
+    if prompt.min_version > newest:
+        published = f"the newest is {newest}" if newest >= 0 else "none is published"
+        return f"policy version {prompt.min_version}, under which it may be generated at the earliest; {published}"
+    return "a rollout worker; none of its samples is in the log"
 
 
 def shown_place(record: Record | DeadLetter) -> str:
+    """Return the topic without the run id, the partition and the offset of a record: "groups/0/17"."""
     return f"{record.topic.rpartition('.')[2]}/{record.partition}/{record.offset}"

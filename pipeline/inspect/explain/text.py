@@ -15,6 +15,7 @@ Plain = Mapping[str, Any]
 
 
 def as_page(life: Plain) -> str:
+    """Format what `as_json.explain` returns as the lines that `penstock explain` prints."""
     zero = life["moments"]["admitted"]
     lines = [f"group {life['group']} of run {life['run']}: {life['status']}", f"  {life['why']}", ""]
     lines += _prompt(life["prompt"], life["group"])
@@ -40,6 +41,7 @@ def dead_letter_line(dead_letter: Plain) -> str:
 
 
 def _section(name: str, lines: Iterable[str]) -> list[str]:
+    """Return an empty line, a title and the indented lines; [] if there are no lines."""
     indented = [f"  {line}".rstrip() for line in lines]
     return ["", name, *indented] if indented else []
 
@@ -97,12 +99,14 @@ def _trajectory(sample: Plain) -> str:
 
 
 def _versions(spans: Sequence[Plain]) -> str:
+    """Format the policy versions of a sample: "3", or "3[0:17] 4[17:32]" with the tokens of each of several."""
     if len(spans) == 1:
         return str(spans[0]["version"])
     return " ".join(f"{span['version']}[{span['from']}:{span['to']}]" for span in spans)
 
 
 def _rewards(life: Plain) -> list[str]:
+    """Return a table with the rewards of each sample and, for a trained group, advantage and gradient weight."""
     rewards = life["rewards"]
     if rewards is None:
         return []
@@ -201,6 +205,7 @@ def _records(records: Sequence[Plain], zero: float | None) -> list[str]:
 
 
 def _after(moment: float | None, zero: float | None) -> str:
+    """Format a Unix time as signed seconds after the time `zero`, or as "-" if either is unknown."""
     return "-" if moment is None or zero is None else f"{moment - zero:+.3f}"
 
 
@@ -209,7 +214,7 @@ def _number(value: float | None, *, digits: int = 6) -> str:
 
 
 def _short(text: str, shown: int = SHOWN_TEXT) -> str:
-    """Quote a text; shorten a long one to start and end, because the question is at the end of a chat template."""
+    """Shorten a long text to its start and end and its length; the end is kept because a chat template has the question there."""
     if len(text) <= shown:
         return text
     return f"{text[: shown // 3]} … {text[-(shown - shown // 3) :]} ({len(text)} characters)"
