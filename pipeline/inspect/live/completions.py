@@ -47,7 +47,7 @@ class Completions:
     _stale: bool = False
 
     def add(self, folded: object, record: Record) -> None:
-        """Add a record if it is a single-part group with rewards; `folded` is the content that `RunView.fold` returned."""
+        """Remember a record if it is a group with rewards in one part. `folded` is what `RunView.fold` returned for the record."""
         if record.topic != f"{self.run}.groups":
             return
         headers = folded if isinstance(folded, Headers) else self._checked(record)
@@ -61,16 +61,12 @@ class Completions:
             self._stale = False
             best = self._read(max(self._records, key=lambda entry: entry[0])[1])
             newest = self._read(self._records[-1][1])
-            top = (
-                [
-                    self._completion(
-                        "best", best, max(best.samples, key=lambda sample: -math.inf if sample.reward is None else sample.reward)
-                    )
-                ]
-                if best
-                else []
-            )
-            self._shown = top + ([self._completion("newest", newest, newest.samples[0])] if newest else [])
+            self._shown = []
+            if best is not None:
+                sample = max(best.samples, key=lambda sample: -math.inf if sample.reward is None else sample.reward)
+                self._shown.append(self._completion("best", best, sample))
+            if newest is not None:
+                self._shown.append(self._completion("newest", newest, newest.samples[0]))
         return self._shown
 
     def _checked(self, record: Record) -> Headers | None:
@@ -80,6 +76,7 @@ class Completions:
             return None
 
     def _read(self, record: Record) -> groups.Group | None:
+        """Decode a group, and remember its prompt, with which chat templates are detected; None if it is unusable."""
         try:
             group = groups.read(record, run=self.run)[1]
         except Unusable:

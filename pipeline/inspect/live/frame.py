@@ -28,12 +28,11 @@ from penstock.pipeline.inspect.run_status import (
 )
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import StepFacts, WorkerView
+from penstock.pipeline.inspect.stall import SILENT_S
 from penstock.pipeline.inspect.status import RECENT_STEPS, Bottleneck, SteadyBottleneck, bottleneck, elapsed_s, to_go_s
 from penstock.pipeline.runtime.roles import ROLES, generating_roles, order
 from penstock.topics.metrics import Activity, activity_of
 
-SILENT_S = 5.0
-"""A worker without a report for this long is marked as silent; workers report every second."""
 GONE_S, PATIENCE_S = 60.0, 20.0
 """A worker without a report for `GONE_S` is missing. A worker may start up to `PATIENCE_S` later than the others."""
 HEADER_LINES = 12
@@ -56,9 +55,10 @@ def frame(
     status: str | None = None,
     steady: SteadyBottleneck | None = None,
 ) -> RenderableType:
-    """Format the frame for a terminal of this size; the first lines show reward, remaining time and bottleneck.
+    """Return the frame for a terminal of `width` columns and `height` lines; reward, remaining time and bottleneck are in its first lines.
 
-    `silent` maps a worker to the seconds since its last report; `status` replaces the run's status in the log.
+    `silent` maps a worker to the seconds since its last report; `status`, if given, is shown instead of the status in the log; `steady`
+    delays a changed bottleneck, and is None for a single frame.
     """
     status = status or status_of(view)
     slowest = bottleneck(view) if status in ("created", "running") else None
@@ -80,8 +80,8 @@ def frame(
     parts += [Text(error, style="red") for error in errors]
     rows = max(4, height - HEADER_LINES - 2 * len(causes) - len(completions) - bool(absent) - 2 * len(errors))
     parts += [Text(""), _workers(view, now_s=now_s, silent=silent, rows=rows, width=width)]
-    chosen = config_of(view).get("schedule", {})
-    subtitle = f"[dim]{chosen.get('mode', '')} · {step_sizes(chosen)}[/]" if chosen else None
+    schedule = config_of(view).get("schedule", {})
+    subtitle = f"[dim]{schedule.get('mode', '')} · {step_sizes(schedule)}[/]" if schedule else None
     title = f"[bold]penstock[/] {view.run} [{STATUS_STYLES.get(status, 'dim')}]{status}[/]"
     return Panel(
         Group(*parts), title=title, title_align="left", subtitle=subtitle, subtitle_align="right", border_style="dim", padding=(0, 1)
@@ -112,6 +112,7 @@ def line(view: RunView, *, now_s: float) -> str:
 
 
 def _news(view: RunView, *, now_s: float) -> list[str]:
+    """Return the most important text about a run: activities before the first step and at the end, a long step, waste, or bottleneck."""
     if view.closed is not None:
         return [f"{worker.worker}: {doing(worker, now_s=now_s)}" for worker in ordered(view) if not worker.ended]
     if not view.steps:
@@ -124,6 +125,7 @@ def _news(view: RunView, *, now_s: float) -> list[str]:
 
 
 def waiting_for(view: RunView, *, now_s: float) -> str:
+    """Return the activity of every worker except the tracker, in one line."""
     if not view.workers:
         return "waiting for the workers"
     return "; ".join(f"{worker.worker}: {doing(worker, now_s=now_s)}" for worker in ordered(view) if worker.role != "tracker")
@@ -137,7 +139,7 @@ def doing(worker: WorkerView, *, now_s: float, silent_s: float = 0.0) -> str:
 
 
 def missing(view: RunView, *, now_s: float, silent: Mapping[str, float]) -> list[str]:
-    """Return the required roles without a worker, once other roles have reported for `PATIENCE_S`; empty while workers are stopping."""
+    """Return the roles that a run needs and that have no worker; [] while workers are starting (`PATIENCE_S`) or stopping."""
     workers = list(view.workers.values())
     there = [worker for worker in workers if not worker.ended and silent.get(worker.worker, 0.0) < GONE_S]
     stopping = any(worker.ended and now_s - worker.time_ns / 1e9 < GONE_S for worker in workers)
@@ -150,6 +152,7 @@ def missing(view: RunView, *, now_s: float, silent: Mapping[str, float]) -> list
 
 
 def _computing(view: RunView, *, now_s: float) -> str | None:
+    """Return what the trainer computes and for how long; None unless it has computed for more than `SILENT_S`."""
     trainer = next((worker for worker in view.workers.values() if worker.role == "trainer" and not worker.ended), None)
     if trainer is None or activity_of(trainer.labels) != Activity.COMPUTE:
         return None
@@ -248,6 +251,7 @@ def _workers(view: RunView, *, now_s: float, silent: Mapping[str, float], rows: 
 
 
 def _row(view: RunView, worker: WorkerView, *, now_s: float, silent_s: float) -> Sequence[RenderableType]:
+    """Return the cells of a worker: name, activity, and one for each of `COLUMNS`, "" if unknown."""
     activity = Text(doing(worker, now_s=now_s, silent_s=silent_s))
     if worker.ended:
         activity = Text("ended" if "error" not in worker.labels else "failed")
@@ -296,6 +300,7 @@ def _dead_letters(view: RunView) -> str:
 
 
 def named(slowest: Bottleneck) -> str:
+    """Return a sentence that names the bottleneck, without its reason."""
     return "rollout and trainer take turns" if slowest.who == "turns" else f"{slowest.who} is the bottleneck"
 
 

@@ -43,7 +43,10 @@ class ViewWriter:
     _written_s: float = float("-inf")
 
     def write(self, view: RunView, positions: Mapping[Partition, int], *, now: bool = False) -> Pending | None:
-        """Write the view if the interval has passed or `now`; return the pending record. `positions`: offsets after its records."""
+        """Send the view if `EVERY_S` have passed, or `now`; return the record in flight, None if it was not sent.
+
+        `positions` maps each partition to the offset after the last record in the view.
+        """
         if not now and time.monotonic() - self._written_s < EVERY_S:
             return None
         self._written_s = time.monotonic()
@@ -59,7 +62,10 @@ class ViewWriter:
 
 
 def newest(log: Log, run: str) -> Saved:
-    """Return the newest saved view and the offsets after its records; an empty view and no offsets if none is usable. Raises `LogError`."""
+    """Return the newest saved view, and partition -> offset after its last record in it; an empty view and {} if none is usable.
+
+    A view is not usable if another release wrote it or if the log has lost records that it contains. Raises `LogError`.
+    """
     state_partition = (f"{run}.{STATE}", 0)
     if log.partitions(state_partition[0]) is None:
         return RunView(run=run), {}
@@ -81,7 +87,7 @@ def newest(log: Log, run: str) -> Saved:
 
 def to_json(view: RunView) -> str:
     """Encode a view as JSON, without registrations, which are few and always read."""
-    plain: dict[str, Any] = {name: getattr(view, name) for name in _SAVED} | {"format": FORMAT, "rewards": _stretches(view)}
+    plain: dict[str, Any] = {name: getattr(view, name) for name in _SAVED} | {"format": FORMAT, "rewards": _merged_rewards(view)}
     for name in _KEY:
         plain[name] = list(plain[name].values())
     for name, count in _PAIRS.items():
@@ -136,8 +142,8 @@ def _plain(item: Any) -> Any:
     return plain | left_out
 
 
-def _stretches(view: RunView) -> dict[int, Tally]:
-    """Return first version of a range -> tally, with at most about `REWARDS` ranges; the newest versions are not merged."""
+def _merged_rewards(view: RunView) -> dict[int, Tally]:
+    """Return `view.rewards` with old versions merged into ranges, each under its first version; at most about `REWARDS` items."""
     width, newest = 1, max(view.rewards, default=0)
     while newest // width > REWARDS:
         width *= 2
@@ -150,5 +156,6 @@ def _stretches(view: RunView) -> dict[int, Tally]:
 
 
 def _partition(run: str, name: str) -> Partition:
+    """Return the partition that `ViewWriter` has named without the run id: "groups/2"."""
     topic, _, number = name.rpartition("/")
     return (topic if topic == RUNS_TOPIC else topic_name(run, topic)), int(number)

@@ -43,6 +43,7 @@ class NotebookScreen:
         self._handle = self._display({"text/plain": "starting"}, raw=True, display_id=True)
 
     def update(self, frame: RenderableType, *, refresh: bool) -> None:
+        """Replace the output by a new frame; the signature is that of `rich.live.Live`."""
         assert refresh
         if self._handle is not None:
             self._handle.update({"text/html": as_html(frame), "text/plain": "a view of the run"}, raw=True)
@@ -52,6 +53,7 @@ class NotebookScreen:
 
 
 def as_html(frame: RenderableType) -> str:
+    """Convert a frame of `WIDTH` columns to HTML with inline styles."""
     console = Console(record=True, file=io.StringIO(), width=WIDTH, force_jupyter=False)
     console.print(frame)
     return console.export_html(inline_styles=True, code_format=FORMAT)
@@ -108,7 +110,7 @@ class LiveView:
             self._live.start()
 
     def poll(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` for records, and show them."""
+        """Read new records, waiting up to `timeout_s`, and show what they changed; without a broker, the last state remains."""
         for record in self._read(timeout_s):
             try:
                 folded = self.view.fold(record)
@@ -164,6 +166,7 @@ class LiveView:
         return []
 
     def _open(self) -> bool:
+        """Follow the run's topics from the newest saved view on; False if the run or a topic does not exist yet."""
         names = [RUNS_TOPIC, *(f"{self.view.run}.{topic}" for topic in WATCHED)]
         counts = {name: self._log.partitions(name) for name in names}
         if not all(counts.values()):
@@ -178,22 +181,22 @@ class LiveView:
         return True
 
     def _show(self) -> None:
+        """Refresh the frame, or print a line if enough time has passed since the last one."""
         now = time.monotonic()
         if self._live is not None:
             if now - self._refreshed_s >= REFRESH_S:
                 self._refreshed_s = now
                 self._refresh()
             return
-        pause = LINE_EVERY_S if self.view.steps_done != self._printed_step else QUIET_LINE_EVERY_S
-        if now - self._printed_s >= pause and self.view.record is not None:
-            stepped = self.view.steps_done != self._printed_step
+        stepped = self.view.steps_done != self._printed_step
+        if now - self._printed_s >= (LINE_EVERY_S if stepped else QUIET_LINE_EVERY_S) and self.view.record is not None:
             self._printed_s, self._printed_step = now, self.view.steps_done
             self.tell(line(self.view, now_s=time.time()))
-            for one in self._completions.shown()[:1] if stepped else ():
-                self.tell(f"  {one.line(PLAIN_WIDTH)}")
+            for completion in self._completions.shown()[:1] if stepped else ():
+                self.tell(f"  {completion.line(PLAIN_WIDTH)}")
 
     def _tell(self, folded: object) -> None:
-        """Print lines for rare events: evaluations, dead letters, changes of status."""
+        """Print a line about an evaluation or a dead letter (a record that a worker refused); nothing for other records."""
         if isinstance(folded, DeadLetter):
             self._tell_dead_letter(folded)
         elif isinstance(folded, Measurement) and folded.kind == "eval":
@@ -221,7 +224,7 @@ class LiveView:
         self._live.update(self._frame(), refresh=True)
 
     def _tell_dead_letter(self, dead_letter: DeadLetter) -> None:
-        """Print the first dead letters of a kind, and later only their number, at growing intervals."""
+        """Print each of the first `DEAD_LETTERS_SHOWN` dead letters of a kind, then only their count at powers of ten."""
         self._dead_letter_counts[dead_letter.kind] += 1
         count = self._dead_letter_counts[dead_letter.kind]
         if count <= DEAD_LETTERS_SHOWN:

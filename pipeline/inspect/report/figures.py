@@ -18,6 +18,7 @@ _PREFIX = "engine_environment_"
 
 
 def _total(workers: Iterable[WorkerView], name: str) -> float:
+    """Return an engine's cumulative value, summed over workers and their restarts."""
     return sum(worker.total(f"engine_{name}") for worker in workers)
 
 
@@ -143,7 +144,7 @@ def trainer_time(view: RunView) -> tuple[float, float]:
 
 
 def rounds(steps: Sequence[StepFacts], *, per_version: int) -> list[dict[str, float | None]]:
-    """Return the times of each round in seconds, by the definitions of arXiv 2606.26997, and the trainer's time by use.
+    """Return a row per round, the steps between two policy versions: times in seconds as in arXiv 2606.26997, and the trainer's by use.
 
     From the start of the first sample: `first_dispatch_s` to the first backward pass, `rollout_s` to the end of the last sample,
     `rollout_to_train_end_s` to the commit of the last step. `wait_s`, `compute_s` and `other_s` (decoding, digests, ledger, publishing,
@@ -155,8 +156,8 @@ def rounds(steps: Sequence[StepFacts], *, per_version: int) -> list[dict[str, fl
         members = steps[low : low + per_version]
         ended, begun = members[-1].time_s, before if before is not None else members[0].metrics.get("started_at")
         wait, compute = (sum(step.metrics.get(name, 0.0) for step in members) for name in ("wait_s", "compute_s"))
-        first, last = _moments(members, "first_sample_at"), _moments(members, "last_sample_at")
-        backward, lasted = _moments(members, "first_backward_at"), ended - begun if begun is not None else None
+        first, last = values_of(members, "first_sample_at"), values_of(members, "last_sample_at")
+        backward, lasted = values_of(members, "first_backward_at"), ended - begun if begun is not None else None
         rows.append(
             {
                 "first_dispatch_s": min(backward) - min(first) if backward and first else None,
@@ -188,21 +189,22 @@ def length_order_correlation(view: RunView) -> float | None:
     return float(np.corrcoef(_ranks(later), _ranks(lengths))[0, 1])
 
 
-def _moments(steps: Sequence[StepFacts], name: str) -> list[float]:
+def values_of(steps: Sequence[StepFacts], name: str) -> list[float]:
+    """Return a metric's value in each step that has it."""
     return [step.metrics[name] for step in steps if name in step.metrics]
 
 
 def _ranks(values: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    ordered, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    del ordered
+    """Return the rank of each value, from 1; equal values share their mean rank."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     return ((np.cumsum(counts) - (counts + 1) / 2)[inverse]).astype(np.float64)
 
 
 def redundancy(view: RunView) -> dict[str, Any] | None:
-    """Return the bias caused by extra groups: training the groups that are scored first prefers short completions. None without them.
+    """Return figures about extra groups (`schedule.oversample_groups`), which favour short completions: the first scored are trained.
 
     `length` and `reward` are means over the samples of `scored` groups (including filtered ones) and of `trained` groups. `unfinished`
-    groups were aborted; their mean number of tokens is a lower bound of their length.
+    groups were aborted; their mean number of tokens is a lower bound of their length. None without extra groups.
     """
     extra = int(config_of(view).get("schedule", {}).get("oversample_groups") or 0)
     if not extra:
@@ -243,7 +245,8 @@ def mean(steps: Sequence[StepFacts], name: str, *, by: str = "samples") -> float
 
 
 def most(steps: Sequence[StepFacts], name: str) -> float | None:
-    return max((step.metrics[name] for step in steps if name in step.metrics), default=None)
+    """Return the largest value of a metric over steps; None if no step has it."""
+    return max(values_of(steps, name), default=None)
 
 
 def lag(steps: Sequence[StepFacts]) -> dict[str, Any]:
@@ -274,8 +277,7 @@ def lag(steps: Sequence[StepFacts]) -> dict[str, Any]:
 
 def ess(steps: Sequence[StepFacts]) -> dict[str, float | None]:
     """Return mean and minimum over steps of the effective sample size, which is 1 if behaviour policy and learner are equal."""
-    least = min((step.metrics["ess"] for step in steps if "ess" in step.metrics), default=None)
-    return {"mean": mean(steps, "ess"), "min": least}
+    return {"mean": mean(steps, "ess"), "min": min(values_of(steps, "ess"), default=None)}
 
 
 def practice(steps: Sequence[StepFacts]) -> dict[str, float | None]:

@@ -18,6 +18,7 @@ def figures(values: Mapping[str, Any], *shown: tuple[str, str] | tuple[str, str,
 
 
 def joined(parts: Sequence[str], separator: str = " · ") -> list[str]:
+    """Return the parts joined to one line, in a list; [] if there are none."""
     return [separator.join(parts)] if parts else []
 
 
@@ -56,6 +57,7 @@ def duration(seconds: float) -> str:
 
 
 def rebased_fields(entry: Entry) -> dict[str, Any]:
+    """Return what a ledger entry records about a rebase (a resumption from recomputed weights), as plain data for JSON."""
     details = json.loads(entry.details or "{}")
     return {
         "entry": entry.seq,
@@ -79,5 +81,6 @@ def rebased_line(rebased: Mapping[str, Any]) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line per row, with cells padded to the width of their column."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -61,6 +61,7 @@ def _longest_masked(view: RunView) -> int | None:
 
 
 def _filtered(groups: list[GroupFacts], scale: RewardScale) -> tuple[str, str]:
+    """Return why these groups were filtered, as a clause, and what to change."""
     if 2 * sum(facts.lacks_rewards for facts in groups) > len(groups):
         return "because fewer than two samples have a reward", "reward functions return None or fail: see `penstock explain RUN GROUP`"
     rewards = [facts.reward_mean for facts in groups if facts.reward_mean is not None and not facts.lacks_rewards]
@@ -159,6 +160,7 @@ def noise(curve: list[float]) -> float:
 
 
 def _held_out(evals: Sequence[Mapping[str, Any]]) -> str:
+    """Return the change of accuracy or reward from the first to the last evaluation, as a clause; "" for fewer than two."""
     solved = [entry["greedy_accuracy"] for entry in evals if entry.get("greedy_accuracy") is not None]
     rewards = [entry["greedy_reward"] for entry in evals if entry.get("greedy_reward") is not None]
     if len(solved) > 1 and any(solved):

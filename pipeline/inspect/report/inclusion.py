@@ -58,6 +58,7 @@ class Leaf(NamedTuple):
 
 
 def leaves(chain: Chain, prompts: Mapping[int, str]) -> list[Leaf]:
+    """Return a leaf per trained group, in the order of training. `prompts` maps each trained group to its prompt."""
     return [
         Leaf(planned.group, entry.step or 0, planned.sha256, prompts[planned.group])
         for entry, _ in chain
@@ -108,6 +109,7 @@ def check(proof: Mapping[str, Any]) -> Inclusion:
 
 
 def _check_path(digest: bytes, path: Sequence[tuple[str, str]], expected: str) -> None:
+    """Raise `InvalidProof` unless hashing a leaf's digest with the siblings on its path gives the expected root."""
     for side, other in path:
         pair = (bytes.fromhex(other), digest) if side == "left" else (digest, bytes.fromhex(other))
         digest = _sha256(b"\1", *pair)
@@ -116,7 +118,7 @@ def _check_path(digest: bytes, path: Sequence[tuple[str, str]], expected: str) -
 
 
 def _check_chain(leaf: Leaf, values: Sequence[bytes], *, head: str, count: int) -> None:
-    """Check that the first entry's plan has the leaf's record, that each entry names its predecessor, and that the last is the head."""
+    """Raise `InvalidProof` unless the first entry trains the leaf's record, each names its predecessor, and the last is the head."""
     entries = [ledger.decode(value) for value in values]
     if not entries or entries[0].kind != "step" or entries[0].step != leaf.step:
         raise InvalidProof(f"the first ledger entry is not step {leaf.step}")
@@ -130,6 +132,7 @@ def _check_chain(leaf: Leaf, values: Sequence[bytes], *, head: str, count: int) 
 
 
 def _check_record(leaf: Leaf, parts: Sequence[bytes]) -> None:
+    """Raise `InvalidProof` unless the payloads `parts` are the record of the leaf's group and prompt."""
     group = groups.decode_parts(parts)
     if (groups.digest(parts), group.group, group.prompt) != (leaf.record, leaf.group, leaf.prompt):
         raise InvalidProof(f"the record in the proof is not that of group {leaf.group} with this prompt")

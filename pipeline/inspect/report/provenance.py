@@ -60,9 +60,9 @@ class Published:
 
 
 def read_published(log: Log, run: str, *, ends: Mapping[str, int] | None = None, alive: Callable[[], None] = lambda: None) -> Published:
-    """Read a run up to its current end or to `ends` (see `RunReader`).
+    """Read a run up to its current end, or to `ends`: offset by TOPIC/PARTITION, as at an earlier read.
 
-    Raises `RunNotFound`, or `LogError` if the ledger has no entry or entries were deleted.
+    `alive` is called before every batch. Raises `RunNotFound`, or `LogError` if the ledger has no entry or entries were deleted.
     """
     reader, evaluations = RunReader(log, run, alive=alive, ends=ends), dict[int, str]()
 
@@ -132,6 +132,7 @@ LEDGER_CLAIMS = ("run", "fingerprint", "ledger", "steps", "weights", "versions",
 
 
 def _prompts(published: Published, secret: bytes) -> dict[str, Any] | None:
+    """Return root and size of the salted hash tree over all trained prompts; None if retention deleted a prompt."""
     if (prompts := read_prompts(published.reader, published.chain)) is None:
         return None
     tree = leaves(published.chain, prompts)
@@ -145,6 +146,7 @@ def audit_claims(audited: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _base(config: Config) -> dict[str, Any]:
+    """Return name and revision of the base model; of a local one only the name of its directory."""
     name, _, revision = config.model.path.removeprefix(SCHEME).partition("@")
     on_hub = is_hub_name(config.model.path)
     return {"name": name if on_hub else public(config.model.path), "on_hub": on_hub, "revision": revision if on_hub else None}

@@ -48,7 +48,10 @@ STORED_FORMAT = 1
 
 
 def collect(log: Log, run: str, *, mlflow_run_id: str | None = None, alive: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Read a run's topics and return its report for JSON. `alive` is called before every batch and may raise. Raises `RunNotFound`."""
+    """Read a run's topics and return the report that `penstock report --json` prints. Raises `RunNotFound`.
+
+    `alive` is called before every batch and may raise to end the read. `mlflow_run_id` is used if the log does not have it yet.
+    """
     view = read_view(RunReader(log, run, alive=alive))
     if view.record is None and view.opened is None:
         raise RunNotFound(run)
@@ -78,7 +81,7 @@ def stored_report(log: Log, run: str, *, alive: Callable[[], None] = lambda: Non
 
 
 def _counted(log: Log, run: str) -> dict[str, Any]:
-    """Return figures about groups whose records were deleted, from the newest saved view; empty if there is none."""
+    """Return the figures of a report that count deleted groups too, from the newest saved view; {} if no view was saved."""
     view, since = newest(log, run)
     if not since:
         return {}
@@ -96,6 +99,7 @@ def gone_from(log: Log, run: str) -> list[str]:
 def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
     """Compute the report from a run's view; its keys are those of `penstock report --json`. `gone`: see `gone_from`."""
     steps, slowest = [view.steps[number] for number in sorted(view.steps)], bottleneck(view, whole=True)
+    rounds = figures.rounds(steps, per_version=steps_per_version(view))
     report: dict[str, Any] = {
         "run": view.run,
         "status": status_of(view),
@@ -115,9 +119,9 @@ def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
         "samples": sum(map(len, view.samples.values())),
         "no_reward": view.no_reward,
         "tokens": sum(sum(tokens.values()) for tokens in view.samples.values()),
-        "time": {**_time(view, steps, per_version=steps_per_version(view)), **_overhead(view)},
+        "time": {**_time(view, steps, rounds), **_overhead(view)},
         "trainer_tokens": {name: _sum(steps, f"{name}_tokens") for name in ("real", "padded", "computed")},
-        "overlap": _overlap(steps, per_version=steps_per_version(view)),
+        "overlap": _overlap(rounds),
         "lag": figures.lag(steps),
         "ess": figures.ess(steps),
         "engines": figures.engines(view),
@@ -125,7 +129,7 @@ def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
         "scoring": _scoring(view),
         **_lengths(view),
         "time_spent": {role: {**seconds, "shares": figures.shares(seconds)} for role, seconds in figures.by_role(view).items()},
-        "rounds": figures.rounds(steps, per_version=steps_per_version(view)),
+        "rounds": rounds,
         "redundancy": figures.redundancy(view),
         "length_order_correlation": figures.length_order_correlation(view),
         "bottleneck": slowest and slowest._asdict(),
@@ -149,6 +153,7 @@ def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _changes(info: Mapping[str, Any], steps: Sequence[StepFacts]) -> list[dict[str, Any]]:
+    """Return the changes of data and code while the run was stopped, each with the number of steps before it."""
     return [{**change, "steps": sum(step.time_s <= change["time_ns"] / 1e9 for step in steps)} for change in info.get("changes", ())]
 
 
@@ -174,6 +179,7 @@ def _scoring(view: RunView) -> dict[str, Any] | None:
 
 
 def _services(view: RunView, scorers: Sequence[WorkerView], *, at_work: float) -> dict[str, float] | None:
+    """Return figures about requests to reward services over `at_work` seconds of all scorers; None if none was sent."""
     requests, retries, busy_s, request_s = (
         sum(worker.total(f"service_{name}") for worker in scorers) for name in ("requests", "retries", "busy_s", "request_s")
     )
@@ -189,17 +195,17 @@ def _services(view: RunView, scorers: Sequence[WorkerView], *, at_work: float) -
 
 
 def _schedule(view: RunView) -> dict[str, Any]:
-    chosen = config_of(view).get("schedule", {})
+    """Return the keys of the schedule; `order` and `max_lag` are the mode's if they are not set."""
+    schedule = config_of(view).get("schedule", {})
     names = ("mode", "prompts_per_step", "samples_per_prompt", "steps_per_version", "order", "max_lag")
-    mode = MODES.get(chosen.get("mode", ""))
-    fields = {name: chosen.get(name) for name in names}
-    if mode is not None:
+    fields = {name: schedule.get(name) for name in names}
+    if (mode := MODES.get(schedule.get("mode", ""))) is not None:
         fields |= {name: getattr(mode, name) for name in ("order", "max_lag") if fields[name] is None}
     return fields
 
 
 def _weights(view: RunView) -> dict[str, Any]:
-    """Return numbers and sizes of published versions: full ones, deltas to the previous version, and adapters on version 0."""
+    """Return number, digest and sizes in bytes of the published versions: full ones, deltas to the previous one, adapters on version 0."""
     measured = [entry.metrics for _, entry in sorted(view.versions.items())]
     deltas, adapters = ([each["bytes"] for each in measured if each.get(name)] for name in ("delta", "adapter"))
     return {
@@ -223,11 +229,13 @@ def reward_ends(view: RunView, *, steps: int, per_version: int) -> dict[str, Any
 
 
 def _sum(steps: Sequence[StepFacts], name: str) -> int | None:
-    values = [step.metrics[name] for step in steps if name in step.metrics]
+    """Return the sum of a metric over steps; None if no step has it."""
+    values = figures.values_of(steps, name)
     return int(sum(values)) if values else None
 
 
 def _ends(values: Sequence[tuple[float | None, float]]) -> dict[str, float | None]:
+    """Return the weighted means of the first and the last tenth of (value, weight) pairs, one per step."""
     window = tenth(len(values))
     return {"first": weighted(values[:window]), "last": weighted(values[-window:] if window else [])}
 
@@ -254,7 +262,7 @@ def _lengths(view: RunView) -> dict[str, dict[str, float | None]]:
 
 
 def _filtered(view: RunView) -> dict[str, int]:
-    """Count filtered groups by their common reward: the full one, the lowest one, or between."""
+    """Count the filtered groups, whose samples have equal rewards, by that reward: the highest possible, the lowest, or between."""
     scale = reward_scale(view)
     filtered = [group for group in view.groups.values() if group.outcome == "filtered"]
     means = [group.reward_mean for group in filtered if group.reward_mean is not None and not group.lacks_rewards]
@@ -263,30 +271,19 @@ def _filtered(view: RunView) -> dict[str, int]:
     return {"solved_all": full, "solved_none": lowest, "between": len(means) - full - lowest}
 
 
-def _rounds(steps: Sequence[StepFacts], *, per_version: int) -> list[list[StepFacts]]:
-    rounds: dict[int, list[StepFacts]] = {}
-    for step in steps:
-        rounds.setdefault(step.step // per_version, []).append(step)
-    return list(rounds.values())
-
-
-def _time(view: RunView, steps: Sequence[StepFacts], *, per_version: int) -> dict[str, Any]:
+def _time(view: RunView, steps: Sequence[StepFacts], rounds: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
     """Return times in seconds, without pauses between a stop and a resumption, which are `paused_s`.
 
-    `start`: creation to the start of the first sample; `train`: to the last step; `end`: to the closing; `wall`: their sum.
-    `rollout_to_train_end_s`: per round, from the start of its first sample to the commit of its last step. The trainer's time since it was
-    ready is divided into `trainer_wait_s`, `trainer_compute_s` and `trainer_other_s`; `trainer_waiting_ratio` is the share of the first.
+    `start`: creation to the start of the first sample; `train`: to the last step; `end`: to the closing; `wall`: their sum. The trainer's
+    time since it was ready is divided into `trainer_wait_s`, `trainer_compute_s` and `trainer_other_s`; `trainer_waiting_ratio` is the
+    share of the first.
     """
     created = view.record.created_ns / 1e9 if view.record else None
     done = steps[-1].time_s if steps else None
     closed = view.closed.time_ns / 1e9 if view.closed else done
-    begun = min((step.metrics["first_sample_at"] for step in steps if "first_sample_at" in step.metrics), default=None)
+    begun = min(figures.values_of(steps, "first_sample_at"), default=None)
     lasted, waited = figures.trainer_time(view)
     computed = sum(step.metrics.get("compute_s", 0.0) for step in steps)
-    spans = []
-    for members in _rounds(steps, per_version=per_version):
-        starts = [step.metrics["first_sample_at"] for step in members if "first_sample_at" in step.metrics]
-        spans.append(members[-1].time_s - min(starts) if starts else None)
     between, wall_s = view.worked.between, view.worked.between(created, closed)
     return {
         "wall_s": wall_s,
@@ -295,7 +292,7 @@ def _time(view: RunView, steps: Sequence[StepFacts], *, per_version: int) -> dic
         "start_s": between(created, begun),
         "train_s": between(begun, done),
         "end_s": between(done, closed),
-        "rollout_to_train_end_s": spans,
+        "rollout_to_train_end_s": [each["rollout_to_train_end_s"] for each in rounds],
         "trainer_wait_s": waited,
         "trainer_compute_s": computed,
         "trainer_other_s": max(0.0, lasted - waited - computed),
@@ -322,18 +319,15 @@ def _overhead(view: RunView) -> dict[str, Any]:
     }
 
 
-def _overlap(steps: Sequence[StepFacts], *, per_version: int) -> dict[str, Any]:
-    rounds = before = 0
-    for members in _rounds(steps, per_version=per_version):
-        backward = [step.metrics["first_backward_at"] for step in members if "first_backward_at" in step.metrics]
-        sampled = [step.metrics["last_sample_at"] for step in members if "last_sample_at" in step.metrics]
-        if backward and sampled:
-            rounds += 1
-            before += min(backward) < max(sampled)
-    return {"rounds": rounds, "first_backward_before_last_sample": before, "share": before / rounds if rounds else None}
+def _overlap(rounds: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
+    """Count the rounds with known times, and those whose first backward pass started before their last sample ended."""
+    timed = [(each["first_dispatch_s"], each["rollout_s"]) for each in rounds]
+    early = [dispatch < rollout for dispatch, rollout in timed if dispatch is not None and rollout is not None]
+    return {"rounds": len(early), "first_backward_before_last_sample": sum(early), "share": sum(early) / len(early) if early else None}
 
 
 def _digest(view: RunView) -> str | None:
+    """Return the digest of the final weights, or of the newest version while the run is active; None before the first version."""
     if view.closed is not None and view.closed.digest:
         return view.closed.digest
     return view.versions[view.version].digest if view.version is not None else None
@@ -350,6 +344,7 @@ def _dead_letters(view: RunView) -> dict[str, Any]:
 
 
 def _restarts(view: RunView) -> dict[str, int]:
+    """Return role -> number of restarts of its workers, without those of the whole run; roles without restarts are left out."""
     restarts: dict[str, int] = {}
     for worker in view.workers.values():
         restarts[worker.role] = restarts.get(worker.role, 0) + len(worker.incarnations) - 1 - resumptions(view)

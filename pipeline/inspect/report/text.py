@@ -27,13 +27,15 @@ Report = Mapping[str, Any]
 
 
 class Row(NamedTuple):
+    """A row of the report's table: its label, and a function from the report to the lines beside it, [] to leave it out."""
+
     label: str
     lines: Callable[[Report], Iterable[str | Text]]
     style: str = ""
 
 
 def render(report: Report, *, directory: Path | None = None, full: bool = False) -> RenderableType:
-    """Format the report for a rich console; `directory` is the run's directory on this machine."""
+    """Return the report for a rich console: short, or with all figures if `full`. `directory` is the run's directory on this machine."""
     status, wall_s = str(report["status"]), report["time"]["wall_s"]
     ended = status in ("finished", "failed")
     lasted = "" if wall_s is None else f" {'in' if ended else 'after'} {duration(wall_s)}"
@@ -55,6 +57,7 @@ def as_text(report: Report, *, directory: Path | None = None, full: bool = False
 
 
 def printed(view: RenderableType, *, width: int) -> str:
+    """Render for a console of `width` columns without colours, and return the text without trailing blanks."""
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
     console.print(view)
     assert isinstance(console.file, io.StringIO)
@@ -68,6 +71,7 @@ def some_of(gone: Sequence[str]) -> list[str]:
 
 
 def _table(report: Report, rows: Iterable[Row], *, limit: int | None) -> Table:
+    """Return a table of the rows that have lines, with at most about `limit` lines each."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -238,6 +242,7 @@ def _tokens(report: Report) -> list[str]:
 
 
 def episodes_lines(report: Report) -> list[str]:
+    """Format the figures about trajectories and environments in one line; [] if the run has none."""
     values = report.get("episodes")
     if not values:
         return []
@@ -373,6 +378,7 @@ DETAILS = (
 
 
 def mlflow_commands(report: Report) -> list[str]:
+    """Return lines that tell how to see the run in MLflow; [] if it was not logged there."""
     uri, number = str(report.get("mlflow_uri") or ""), report.get("mlflow_run_id")
     if not uri or not number:
         return []
@@ -399,6 +405,7 @@ def experiment_of(uri: str, run: str) -> str | None:
 
 
 def _links(report: Report, directory: Path | None, *, full: bool) -> list[str]:
+    """Return commands that show more about the run, then its directory and the files in it."""
     commands = [
         f"penstock explain {report['run']} {max(0, report['groups']['admitted'] - 1)}",
         *([] if full else [f"penstock report {report['run']} --full"]),
