@@ -122,6 +122,7 @@ class Episode:
             self._start()
 
     def ended(self, finish: Literal["stop", "length", "abort"], *, cause: str | None = None) -> Trajectory:
+        """Return the trajectory so far, to be published as a sample with this `finish`; `cause` is why the environment failed."""
         self.episode_state.ended_ns = time.time_ns()
         segments = self._conversation.segments()
         return trajectory_of(
@@ -129,6 +130,7 @@ class Episode:
         )
 
     def _start(self) -> None:
+        """Set the state of an episode before its first turn; a restarted episode keeps its start time."""
         request = self.request
         messages = json.loads(request.messages) if request.messages else [{"role": "user", "content": request.prompt}]
         started = time.time_ns() if not hasattr(self, "episode_state") else self.episode_state.started_ns
@@ -136,7 +138,10 @@ class Episode:
         self._conversation = Conversation(self.template, history=self.limits.history)
 
     async def _run_once(self) -> Trajectory:
-        """One attempt: reset, then turns of policy and environment until either ends the episode or a limit is reached."""
+        """Reset the environment, then alternate turns of policy and environment until either ends the episode or a limit is reached.
+
+        Raises `EnvironmentBroken`, `_Lost` or `_Diverged`, after which `run` retries.
+        """
         episode_state, limits = self.episode_state, self.limits
         try:
             tools = await self._reset()
@@ -190,6 +195,7 @@ class Episode:
         return {**message, "content": cut}
 
     async def _reset(self) -> list[Mapping[str, Any]]:
+        """Start a session, reset its environment and add the messages that it returns; return its tools, [] if it has none."""
         self._session = await self.sessions.open()
         payload = {"seed": self.seed, "row": dict(self.request.row)}
         observed = await self._call("reset", payload, self.limits.reset_timeout_s)
@@ -217,6 +223,7 @@ class Episode:
         return self.ended(finish)
 
     async def _generate(self, token_ids: npt.NDArray[np.int32], *, turn: int, room: int) -> Generation:
+        """Return a turn of at most `room` tokens: the one generated before a restart, or a new one. Raises `_Diverged`."""
         digest = hashlib.sha256(np.ascontiguousarray(token_ids, "<i4").tobytes()).digest()
         recorded = self._recorded_turns.get(turn)
         if recorded is None:
@@ -246,6 +253,7 @@ class Episode:
             self.episode_state.replaced += session.last_replaced
 
     def _leave(self) -> None:
+        """Close the session with the environment, if it is open."""
         session, self._session = self._session, None
         if session is not None:
             with contextlib.suppress(RuntimeError, OSError):
@@ -253,7 +261,7 @@ class Episode:
 
 
 def _with_refused_calls(messages: list[dict[str, Any]], refused: Sequence[str]) -> list[dict[str, Any]]:
-    """The environment's messages, with the reasons for rejected tool calls appended to the last one."""
+    """Return the environment's messages; the reasons why the policy's unreadable tool calls were refused are added to the last."""
     if not refused or not messages:
         return messages
     *before, last = messages

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,32 +26,13 @@ from penstock.pipeline.agents.environments.sources import AGENT, CHILD
 from penstock.pipeline.agents.record import EpisodeRequest, Generate, Generation, Trajectory
 from penstock.pipeline.data.conversation.messages import Template
 
-
-class EpisodeEngine(Protocol):
-    """An episode in progress that produces one trajectory."""
-
-    async def run(self) -> Trajectory:
-        """Run the episode to its end and return its trajectory."""
-        ...
-
-    def ended(self, finish: Literal["stop", "length", "abort"]) -> Trajectory: ...
-
-
-class Episodes(Protocol):
-    """Creates episodes from one source; used in one asyncio loop."""
-
-    def episode(self, request: EpisodeRequest, sample: int, *, generate: Generate, version: int) -> EpisodeEngine:
-        """A new episode whose turns come from `generate`; `version` is the newest policy version."""
-        ...
-
-    async def close(self) -> None:
-        """Stop the child processes of all episodes."""
-        ...
+if TYPE_CHECKING:
+    from penstock.pipeline.agents.gateway.episode import AgentEpisode, AgentEpisodes
 
 
 @dataclass(slots=True, kw_only=True)
 class EnvironmentEpisodes:
-    """Creates episodes whose environments run in child processes."""
+    """Creates episodes whose environments run in child processes; used in one asyncio loop, as is `AgentEpisodes`."""
 
     sessions: Sessions
     template: Template
@@ -59,6 +40,7 @@ class EnvironmentEpisodes:
     on_loss: Callable[[str], None]
 
     def episode(self, request: EpisodeRequest, sample: int, *, generate: Generate, version: int) -> Episode:
+        """Return a new episode for one sample of a group; its turns come from `generate`, `version` is the newest policy version."""
         seed = seed_of(request.row, seed=request.seed, group=request.random_group)
         return Episode(
             request=request, sample=sample, seed=seed, template=self.template, sessions=self.sessions, limits=self.limits,
@@ -77,14 +59,20 @@ async def open_episodes(
     processes: int,
     rules: ChildRules = ENVIRONMENT,
     on_loss: Callable[[str], None] = lambda _: None,
-) -> Episodes:
-    """Open `source` in the running loop with at most `processes` child processes; `on_loss` receives a line per recovered failure."""
+) -> "EnvironmentEpisodes | AgentEpisodes":
+    """Return the factory of episodes for `source`, which is used in the running asyncio loop and starts at most `processes` children.
+
+    `on_loss` is called with a line per recovered failure. Raises `PenstockError` if packages for agents are missing.
+    """
     if source.startswith(AGENT):
         try:
-            from penstock.pipeline.agents.gateway.episode import AgentEpisodes
+            from penstock.pipeline.agents.gateway.episode import AgentEpisodes, Gateway
         except ImportError as error:
             raise PenstockError(f"{source!r} needs the agents' endpoint: pip install '.[agents]' in the checkout ({error})") from error
-        return AgentEpisodes.open(source, template=template, limits=limits, processes=processes, rules=rules, on_loss=on_loss)
+        gateway, programs = Gateway(), asyncio.Semaphore(processes)
+        return AgentEpisodes(
+            source=source, template=template, gateway=gateway, programs=programs, limits=limits, rules=rules, on_loss=on_loss
+        )
     sessions = Sessions(CHILD, size=processes, init={"source": source}, rules=rules)
     return EnvironmentEpisodes(sessions=sessions, template=template, limits=limits, on_loss=on_loss)
 
@@ -99,12 +87,12 @@ _COUNTED = (
 
 
 def turn_number(group: int, sample: int, turn: int) -> int:
-    """The id of a turn in the engine and the seed of its random numbers; ordered by group."""
+    """The number under which the inner engine has a turn as a group, and the stream of its random numbers; ordered by group."""
     return (group << SAMPLE_BITS + TURN_BITS) + (sample << TURN_BITS) + turn
 
 
 def turn_of(number: int) -> tuple[int, int, int]:
-    """Group, sample and turn of a turn's number."""
+    """Return (group, sample, turn) for a number that `turn_number` has made."""
     return number >> SAMPLE_BITS + TURN_BITS, number >> TURN_BITS & (1 << SAMPLE_BITS) - 1, number & (1 << TURN_BITS) - 1
 
 
@@ -113,13 +101,14 @@ class _TurnRequest:
     """A turn that a trajectory has requested and waits for."""
 
     key: tuple[int, int]
+    """Group and sample of the trajectory."""
     request: GroupRequest
     generation: "asyncio.Future[Generation]"
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    episode: EpisodeEngine
+    episode: "Episode | AgentEpisode"
     task: "Future[Trajectory]"
     oldest: int | None = None
     tokens: int = 0
@@ -172,6 +161,7 @@ class TrajectoryEngine:
         return len(self._running) < self._in_flight
 
     def submit(self, request: GroupRequest) -> None:
+        """Start an episode for each requested sample of a group; `step` returns their trajectories."""
         assert isinstance(request, EpisodeRequest), "a group of trajectories needs an EpisodeRequest"
         for sample in request.samples:
             key = (request.group, sample)
@@ -188,6 +178,7 @@ class TrajectoryEngine:
         return [*ended, *self._take(wait=False)]
 
     def abort(self, group: int) -> list[Completion]:
+        """End the running episodes of a group, and return what they have so far as trajectories with finish "abort"."""
         aborted: list[Trajectory] = []
         for key in [key for key in self._running if key[0] == group]:
             running = self._running.pop(key)
@@ -200,6 +191,7 @@ class TrajectoryEngine:
         return list[Completion](aborted)
 
     def groups_in_flight(self) -> list[GroupInFlight]:
+        """Return each unfinished group with its tokens so far, those of running turns included, and the oldest policy version of any."""
         turns = {turn.group: turn for turn in self._inner.groups_in_flight()}
         groups: dict[int, list[GroupInFlight]] = {}
         for (group, _), running in self._running.items():
@@ -257,6 +249,7 @@ class TrajectoryEngine:
                 ended.append(self._count(event[1].result()))
 
     def _deliver(self, completion: Completion) -> None:
+        """Pass a turn that the inner engine has generated to the episode that waits for it; ignore one of an aborted episode."""
         request = self._turns_in_flight.pop(completion.group, None)
         running = self._running.get(request.key) if request is not None else None
         if request is None or running is None:
@@ -268,11 +261,11 @@ class TrajectoryEngine:
         self._loop.call_soon_threadsafe(_resolve, request.generation, generation)
 
     def _count(self, trajectory: Trajectory) -> Trajectory:
-        """Count an ended trajectory, and log broken environments and replaced characters."""
+        """Add an ended trajectory to the statistics, log a broken environment or replaced characters, and return the trajectory."""
         counts = self._counts
         counts["trajectories"] += 1
         counts["turns"] += _turns(trajectory)
-        counts["segments"] += trajectory.segment_count
+        counts["segments"] += len(trajectory.segments)
         counts["environment_s"] += trajectory.environment_s
         counts["results_cut"] += trajectory.results_cut
         counts["replaced"] += trajectory.replaced
@@ -319,7 +312,7 @@ def _turns(trajectory: Trajectory) -> int:
 
 
 def generation_of(completion: Completion) -> Generation:
-    """Convert an engine's completion to one turn."""
+    """Convert a completion of the inner engine to a turn, with the policy version of each token instead of spans."""
     tokens = len(completion.token_ids)
     starts = np.array([span.start for span in completion.spans])
     versions = np.repeat(np.array([span.version for span in completion.spans], np.int32), np.diff(starts, append=tokens))

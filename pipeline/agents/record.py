@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Awaitable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -30,6 +29,7 @@ class Trajectory(Completion):
 
     loss_mask: npt.NDArray[np.bool_]
     segments: tuple[tuple[int, int, int], ...]
+    """(start, end, prompt tokens in it) of each trained sequence in the columns."""
     turns: tuple[Turn, ...]
     messages: str
     environment: str | None
@@ -38,7 +38,6 @@ class Trajectory(Completion):
     environment_s: float = 0.0
     results_cut: int = 0
     """Messages of its environment cut at `environment.max_result_tokens`."""
-    segment_count: int = 1
     replaced: int = 0
     """Lone surrogates in the texts of its environment, replaced by U+FFFD."""
 
@@ -71,7 +70,11 @@ def trajectory_of(
     cause: str | None,
     version: int,
 ) -> Trajectory:
-    """Convert an episode to the sample to publish; `version` labels a sample without tokens, `cause` is the environment's failure."""
+    """Convert an episode to the sample to publish: the columns of all segments in order, without the group's own prompt.
+
+    A segment is a sequence that is trained as one: a new one starts if the history does not continue the last. `version` labels a sample
+    without tokens; `cause` is the failure of the environment, added as a last turn.
+    """
     ids, mask, logprobs, versions, bounds, turns = [], [], [], [], [], []
     total = 0
     for number, segment in enumerate(segments):
@@ -105,20 +108,22 @@ def trajectory_of(
         loss_mask=np.concatenate([np.empty(0, np.bool_), *mask]),
         segments=tuple(bounds),
         turns=tuple(turns),
-        messages=json.dumps(_marked(episode_state.messages, frozenset(episode_state.generated))),
+        messages=json.dumps(_marked(episode_state.messages, episode_state.generated)),
         environment=episode_state.environment,
         environment_version=episode_state.version,
         environment_seed=episode_state.seed,
         environment_s=episode_state.environment_s,
         results_cut=episode_state.results_cut,
-        segment_count=len(bounds),
         replaced=episode_state.replaced,
     )
 
 
-def _marked(messages: Sequence[dict[str, Any]], generated: AbstractSet[int]) -> list[dict[str, Any]]:
+def _marked(messages: Sequence[dict[str, Any]], generated: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the messages with the key `GENERATED` on exactly those that the policy generated, given by index."""
     unmarked = [{key: value for key, value in message.items() if key != GENERATED} for message in messages]
-    return [{**message, GENERATED: True} if index in generated else message for index, message in enumerate(unmarked)]
+    for index in generated:
+        unmarked[index][GENERATED] = True
+    return unmarked
 
 
 def _spans(versions: npt.NDArray[np.int32], version: int) -> tuple[Span, ...]:

@@ -122,6 +122,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def _messages(result: Any, method: str) -> tuple[Message, ...]:
+    """Convert what a method of an environment returned to chat messages. Raises `EnvironmentFault` for another type."""
     if result is None:
         return ()
     if isinstance(result, str):
@@ -132,6 +133,7 @@ def _messages(result: Any, method: str) -> tuple[Message, ...]:
 
 
 def _number(reward: Any, method: str) -> float | None:
+    """Convert a reward (also a numpy number) to a float; None stays None. Raises `EnvironmentFault` for anything else."""
     value = reward.item() if hasattr(reward, "item") else reward
     if value is None:
         return None
@@ -172,6 +174,7 @@ async def call_tool(tools: Mapping[str, Callable[..., Any]], call: Mapping[str, 
 
 
 async def _result(tools: Mapping[str, Callable[..., Any]], name: str, function: Mapping[str, Any]) -> str:
+    """Call a tool with the arguments in `function` and return its result as text, or an error message for the policy."""
     if name not in tools:
         return f"error: there is no tool {name!r}; there are: {', '.join(tools)}"
     written = function.get("arguments") or {}
@@ -190,6 +193,7 @@ async def _result(tools: Mapping[str, Callable[..., Any]], name: str, function: 
 
 
 def _type_of(hint: Any) -> dict[str, Any]:
+    """Return the JSON schema of a type hint; "string" for an unknown type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return _type_of(next((kind for kind in arguments if kind is not type(None)), str))
@@ -198,5 +202,6 @@ def _type_of(hint: Any) -> dict[str, Any]:
 
 
 def _doc_of(parameter: str, text: str) -> str:
+    """Return the description of a parameter in a Google-style docstring; "" if there is none."""
     match = re.search(rf"^\s*{parameter}\s*(?:\([^)]*\))?\s*:\s*(.+)$", text, flags=re.MULTILINE)
     return match[1].strip() if match else ""

@@ -123,6 +123,7 @@ class OpenEnvText:
             await socket.close()
 
     async def _request(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Send a message of a kind and return the server's response. Raises `RuntimeError` after `timeout_s`, `ConnectionClosed`."""
         if self._socket is None:
             raise RuntimeError("openenv: the session is closed")
         try:
@@ -153,6 +154,7 @@ class OpenEnvText:
         return data if isinstance(data, dict) else f"{text[:40]!r} is not an action: write JSON with {', '.join(self._server.fields)}"
 
     def _shown(self, data: Mapping[str, Any]) -> tuple[str, float, bool]:
+        """Return the text of an observation for the policy, the reward, and True at the end of the episode."""
         observation = data["observation"]
         shown = {name: value for name, value in observation.items() if name not in OWN_KEYS}
         if self._server.observation is not None:
@@ -163,6 +165,7 @@ class OpenEnvText:
 
 
 def _observation(response: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """Return the data of a response with an observation. Raises `RuntimeError` with the error in any other response."""
     if response.get("type") != "observation":
         error = response.get("data", {})
         raise RuntimeError(f"openenv: {kind}: {error.get('code', 'error')}: {str(error.get('message', error))[:200]}")
@@ -171,10 +174,12 @@ def _observation(response: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 
 def _refused(response: Mapping[str, Any], code: str) -> bool:
+    """True if the response is the error with this code."""
     return response.get("type") == "error" and response.get("data", {}).get("code") == code
 
 
 def _fetched(source: str, url: str) -> dict[str, Any]:
+    """Return the JSON object at a URL, retrying for `CONNECT_S` while there is no server. Raises `PluginError`."""
     until = time.monotonic() + CONNECT_S
     while True:
         try:

@@ -13,10 +13,11 @@ import shlex
 import shutil
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
-from penstock.pipeline.agents.environments.interfaces import Episode, Observation, episode_of, waits
+from penstock.pipeline.agents.environments.interfaces import Episode, episode_of, waits
 from penstock.pipeline.config.plugins import PluginError, load, source_digest, split_options
 
 CHILD = "penstock.pipeline.agents.environments.sources:child"
@@ -131,16 +132,9 @@ class TextArenaGame:
         return "\n".join(text.strip() for speaker, text, *_ in messages if speaker == GAME)
 
 
-def _gymnasium(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
-    return EnvironmentKind(
-        source=f"gymnasium:{name}", version=_release("gymnasium"), make=lambda: GymnasiumText(name, dict(options)), waits=False
-    )
-
-
-def _textarena(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
-    return EnvironmentKind(
-        source=f"textarena:{name}", version=_release("textarena"), make=lambda: TextArenaGame(name, dict(options)), waits=False
-    )
+def _packaged(package: str, text: Callable[[str, dict[str, Any]], Any], name: str, options: Mapping[str, Any]) -> EnvironmentKind:
+    """Return the environment `name` of a package, which `text` constructs as a text environment."""
+    return EnvironmentKind(source=f"{package}:{name}", version=_release(package), make=lambda: text(name, dict(options)), waits=False)
 
 
 def _openenv(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
@@ -158,8 +152,8 @@ def _tiny(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
 
 
 SCHEMES: Mapping[str, Callable[[str, Mapping[str, Any]], EnvironmentKind]] = {
-    "gymnasium": _gymnasium,
-    "textarena": _textarena,
+    "gymnasium": partial(_packaged, "gymnasium", GymnasiumText),
+    "textarena": partial(_packaged, "textarena", TextArenaGame),
     "openenv": _openenv,
     "tiny": _tiny,
 }
@@ -211,11 +205,13 @@ def open_environment(source: str) -> EnvironmentKind:
 
 
 def _own(plain: str, options: Mapping[str, Any]) -> EnvironmentKind:
+    """Return the environment of a user's class, FILE.py:CLASS or PACKAGE:CLASS. Raises `PluginError`."""
     kind = load(plain)
     return EnvironmentKind(source=plain, version=source_digest(plain)[:16], make=lambda: kind(**options), waits=waits(kind))
 
 
 def _release(package: str) -> str:
+    """Return the installed release of a package. Raises `PluginError` if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -223,7 +219,7 @@ def _release(package: str) -> str:
 
 
 def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Awaitable[Any]]:
-    """Handler of a child process: `reset`, `step`, `reward` and `close` for its episodes, by session number."""
+    """Return the function that serves calls in a child process; `init` has the source. A session is one episode at a time."""
     kind = open_environment(init["source"])
     episodes: dict[int, Episode] = {}
 
@@ -236,13 +232,9 @@ def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Awaitable[An
         if do == "reset":
             episode = episodes[number] = kind.episode()
             observed = await episode.reset(seed=payload["seed"], row=payload["row"])
-            return {**_as_json(observed), "tools": list(episode.tools), "source": kind.source, "version": kind.version}
+            return {**asdict(observed), "tools": list(episode.tools), "source": kind.source, "version": kind.version}
         episode = episodes[number]
-        return _as_json(await episode.step(payload["message"])) if do == "step" else await episode.reward()
+        return asdict(await episode.step(payload["message"])) if do == "step" else await episode.reward()
 
     handle.at_once = AT_ONCE if kind.waits else 1  # type: ignore[attr-defined]
     return handle
-
-
-def _as_json(observed: Observation) -> dict[str, Any]:
-    return {"messages": list(observed.messages), "reward": observed.reward, "ended": observed.ended}

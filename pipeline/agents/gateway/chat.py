@@ -27,6 +27,7 @@ class BadRequest(ValueError):
         self.code, self.status = code, status
 
     def body(self) -> dict[str, Any]:
+        """Return the error in the format of OpenAI's API."""
         kind = "authentication_error" if self.status == 401 else "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
@@ -80,7 +81,7 @@ def chat_request(body: Any) -> ChatRequest:
 
 
 def completion(request: ChatRequest, turn: AssistantTurn, generation: Generation, context: Context) -> dict[str, Any]:
-    """The response of the chat completions API for a generated turn."""
+    """Return the chat completion (the API's response) for a generated turn after `context`, with the fields that `request` asks for."""
     token_ids, prompt = generation.token_ids[: turn.tokens], len(context.token_ids)
     choice: dict[str, Any] = {"index": 0, "message": turn.message, "finish_reason": turn.finish_reason, "logprobs": None}
     if request.logprobs:
@@ -101,7 +102,7 @@ def completion(request: ChatRequest, turn: AssistantTurn, generation: Generation
 
 
 def events(request: ChatRequest, response: Mapping[str, Any]) -> Iterator[str]:
-    """A chat completion as server-sent events: role, reasoning, content, tool calls, finish reason, and usage if requested."""
+    """Yield a chat completion as the server-sent events of a streamed response; the text of a turn is one event."""
     base = {"id": response["id"], "object": "chat.completion.chunk", "created": response["created"], "model": response["model"]}
     choice = response["choices"][0]
     message = choice["message"]
@@ -160,16 +161,6 @@ class TrajectoryEnded(Exception):
     """No more turns are generated, because the trajectory is stale or the run ends."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """Limits of an agent's trajectory."""
-
-    max_turns: int
-    turn_tokens: int
-    longest: int
-    """Maximum number of tokens of context and completion together."""
-
-
 @dataclass(slots=True, eq=False)
 class _PendingTurn:
     """A turn that is being generated: its context, and the chat completion once it is recorded."""
@@ -185,7 +176,11 @@ class AgentSession:
 
     conversation: Conversation
     generate: Generate
-    bounds: Bounds
+    max_turns: int
+    turn_tokens: int
+    """Largest number of completion tokens of a turn."""
+    longest: int
+    """Largest number of tokens of context and completion together."""
     on_generation: Callable[[bool], None] = lambda _: None
     """Called with True at the start of each generation and with False at its end."""
     reward: float | None = None
@@ -253,30 +248,32 @@ class AgentSession:
             turn.generation.cancel()
 
     def _new_turn(self, request: ChatRequest) -> _PendingTurn:
+        """Start generating the turn for a request. Raises `BadRequest` beyond a limit, `TrajectoryEnded` after an abort."""
         if self.aborted:
             raise TrajectoryEnded("the trajectory was ended")
         if self.waiting >= MAX_OPEN:
             raise BadRequest(f"an agent may send at most {MAX_OPEN} concurrent requests", status=429, code="rate_limit_exceeded")
-        if self._turns_started >= self.bounds.max_turns:
+        if self._turns_started >= self.max_turns:
             self.truncated = True
-            raise BadRequest(f"the trajectory has reached environment.max_turns = {self.bounds.max_turns}", code="turn_limit_exceeded")
+            raise BadRequest(f"the trajectory has reached environment.max_turns = {self.max_turns}", code="turn_limit_exceeded")
         try:
             context = self.conversation.context(request.messages, request.tools or ())
         except TemplateRefused as error:
             raise BadRequest(str(error)) from error
-        room = self.bounds.longest - len(context.token_ids)
+        room = self.longest - len(context.token_ids)
         if room < 1:
             self.truncated = True
             raise BadRequest(
-                f"This model's maximum context length is {self.bounds.longest} tokens. However, your messages resulted in "
+                f"This model's maximum context length is {self.longest} tokens. However, your messages resulted in "
                 f"{len(context.token_ids)} tokens. Please reduce the length of the messages.",
                 code="context_length_exceeded",
             )
         self._turns_started += 1
-        limit = min(room, self.bounds.turn_tokens, request.max_tokens or self.bounds.turn_tokens)
+        limit = min(room, self.turn_tokens, request.max_tokens or self.turn_tokens)
         return _PendingTurn(context, asyncio.create_task(self._generate(context, limit)))
 
     async def _generate(self, context: Context, limit: int) -> Generation:
+        """Generate at most `limit` tokens after a context, and report start and end to `on_generation`."""
         self.on_generation(True)
         try:
             generation = await self.generate(context.token_ids, turn=context.number, max_new_tokens=limit)
@@ -286,6 +283,7 @@ class AgentSession:
             self.on_generation(False)
 
     def _deliver(self, request: ChatRequest, pending: _PendingTurn, generation: Generation) -> dict[str, Any]:
+        """Record a generated turn in the conversation and return its chat completion. Raises `TrajectoryEnded` for an aborted one."""
         context, token_ids, finish = pending.context, generation.token_ids, generation.finish
         turn = self.conversation.add_completion(context, token_ids, generation.logprobs, generation.versions, finish, stop=request.stop)
         if finish == "abort":

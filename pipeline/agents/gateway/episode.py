@@ -25,7 +25,7 @@ from penstock.infra.sandbox.program import Loopback, Program, how_it_ended
 from penstock.infra.sandbox.spawn import ENVIRONMENT, ChildRules
 from penstock.pipeline.agents.driver import BACKOFF_S, EnvironmentBroken, Limits, seed_of
 from penstock.pipeline.agents.environments.sources import AGENT, PYTHON
-from penstock.pipeline.agents.gateway.chat import AgentSession, BadRequest, Bounds, TrajectoryEnded, events
+from penstock.pipeline.agents.gateway.chat import AgentSession, BadRequest, TrajectoryEnded, events
 from penstock.pipeline.agents.record import EpisodeRequest, EpisodeState, Generate, Trajectory, trajectory_of
 from penstock.pipeline.data.conversation.messages import Template, text_of
 from penstock.pipeline.data.conversation.segments import Conversation
@@ -47,13 +47,14 @@ class Gateway:
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/reward", self._reward, methods=["POST"]),
         ]
-        self._server = Loopback(Starlette(routes=routes))
+        self._server = Loopback(Starlette(routes=routes, exception_handlers={BadRequest: _refused, TrajectoryEnded: _refused}))
 
     @property
     def base_url(self) -> str:
         return f"http://127.0.0.1:{self._server.port}/v1"
 
     def open(self, session: AgentSession) -> str:
+        """Serve a session from now on; return the API key that its requests must carry."""
         key = f"sk-{secrets.token_urlsafe(24)}"
         self._sessions[key] = session
         return key
@@ -68,17 +69,12 @@ class Gateway:
         await self._server.close()
 
     async def _chat(self, request: Request) -> Response:
-        try:
-            session = self._session(request)
-            body, replaced = await _body(request)
-            session.replaced = max(session.replaced, replaced)
-            retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-            result = await _unless_disconnected(request, session.chat(body, retry=retry))
-        except BadRequest as error:
-            return JSONResponse(error.body(), error.status)
-        except TrajectoryEnded as ended:
-            # No client retries this status.
-            return JSONResponse(BadRequest(str(ended), code="trajectory_ended").body(), 403)
+        """Generate the turn that a request for a chat completion asks for."""
+        session = self._session(request)
+        body, replaced = await _body(request)
+        session.replaced = max(session.replaced, replaced)
+        retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+        result = await _unless_disconnected(request, session.chat(body, retry=retry))
         if result is None:
             return Response(status_code=499)
         chat_request, completion = result
@@ -87,28 +83,30 @@ class Gateway:
         return JSONResponse(completion)
 
     async def _models(self, request: Request) -> Response:
-        try:
-            self._session(request)
-        except BadRequest as error:
-            return JSONResponse(error.body(), error.status)
+        self._session(request)  # refuses a wrong key
         return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "penstock"}]})
 
     async def _reward(self, request: Request) -> Response:
-        try:
-            self._session(request).set_reward((await _body(request))[0])
-        except BadRequest as error:
-            return JSONResponse(error.body(), error.status)
+        self._session(request).set_reward((await _body(request))[0])
         return JSONResponse({"ok": True})
 
     def _session(self, request: Request) -> AgentSession:
+        """Return the session whose API key a request carries. Raises `BadRequest` for a missing or unknown key."""
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer" or (session := self._sessions.get(key.strip())) is None:
             raise BadRequest("the API key belongs to no open trajectory: use that in OPENAI_API_KEY", code="invalid_api_key", status=401)
         return session
 
 
+async def _refused(_: Request, error: Exception) -> Response:
+    """Return the response for a request that ended with `BadRequest` or `TrajectoryEnded`."""
+    if isinstance(error, BadRequest):
+        return JSONResponse(error.body(), error.status)
+    return JSONResponse(BadRequest(str(error), code="trajectory_ended").body(), 403)  # no client retries this status
+
+
 async def _body(request: Request) -> tuple[Any, int]:
-    """The JSON value in a request, and how many lone surrogates were replaced in it."""
+    """Return the JSON value in a request, and the number of lone surrogates that were replaced in it. Raises `BadRequest`."""
     data = bytearray()
     async for piece in request.stream():
         data += piece
@@ -225,6 +223,7 @@ class AgentEpisode:
             await asyncio.sleep(BACKOFF_S * 2 ** (failures - 1))
 
     def ended(self, finish: Literal["stop", "length", "abort"], *, cause: str | None = None) -> Trajectory:
+        """Return the trajectory so far, to be published as a sample with this `finish`; `cause` is why the agent failed."""
         session = self._session
         messages, generated = session.record() if session else ([], [])
         episode_state = EpisodeState(
@@ -248,9 +247,8 @@ class AgentEpisode:
         """One attempt: start the program with a new API key and wait for its exit. Raises `EnvironmentBroken`."""
         limits = self.limits
         clock = self._clock = AgentClock()
-        bounds = Bounds(max_turns=limits.max_turns, turn_tokens=limits.turn_tokens, longest=limits.trajectory_tokens)
-        conversation = Conversation(self.template, history=limits.history)
-        session = self._session = AgentSession(conversation, self.generate, bounds, clock.note)
+        conversation, bounds = Conversation(self.template, history=limits.history), (limits.turn_tokens, limits.trajectory_tokens)
+        session = self._session = AgentSession(conversation, self.generate, limits.max_turns, *bounds, clock.note)
         key = self.gateway.open(session)
         row = self._row()
         program = await Program.start(
@@ -287,6 +285,7 @@ class AgentEpisode:
             ending.cancel()
 
     def _allowed(self, clock: AgentClock) -> str:
+        """Describe the time limits that apply to the agent now, with their configuration keys."""
         limits = self.limits
         first, later = f"{limits.reset_timeout_s:g} s until its first request", f"{limits.step_timeout_s:g} s after a turn"
         each = f"{later} (environment.step_timeout_s)" if clock.requested else f"{first} (environment.reset_timeout_s)"
@@ -321,17 +320,10 @@ class AgentEpisodes:
     template: Template
     gateway: Gateway
     programs: asyncio.Semaphore
+    """Limits the number of programs that run at a time."""
     limits: Limits
     rules: ChildRules
     on_loss: Callable[[str], None]
-
-    @classmethod
-    def open(
-        cls, source: str, *, template: Template, limits: Limits, processes: int, rules: ChildRules, on_loss: Callable[[str], None]
-    ) -> "AgentEpisodes":
-        """Serve the endpoint in the running loop; at most `processes` programs run at a time."""
-        programs = asyncio.Semaphore(processes)
-        return cls(source=source, template=template, gateway=Gateway(), programs=programs, limits=limits, rules=rules, on_loss=on_loss)
 
     def episode(self, request: EpisodeRequest, sample: int, *, generate: Generate, version: int) -> AgentEpisode:
         seed = seed_of(request.row, seed=request.seed, group=request.random_group)

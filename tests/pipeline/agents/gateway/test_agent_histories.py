@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.pipeline.agents.gateway.chat import AgentSession, BadRequest, Bounds
+from penstock.pipeline.agents.gateway.chat import AgentSession, BadRequest
 from penstock.pipeline.agents.record import EpisodeState, Generation, trajectory_of
 from penstock.pipeline.config.schema import SamplingSection
 from penstock.pipeline.data.conversation.segments import Conversation
@@ -23,7 +23,8 @@ from penstock.topics.samples import Rollout, generated
 from tests.support.chat_families import stop_ids, template, tokenizer
 from tests.support.environments import characters, request_for
 
-BOUNDS = Bounds(max_turns=64, turn_tokens=6, longest=4000)
+BOUNDS = (64, 6, 4000)
+"""Most turns, tokens of a turn, and tokens of a context with its completion."""
 ROLES = ("user", "assistant", "tool", "system", "developer", "model", "environment", "prompt")
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object", "properties": {}}}}
 ACTIONS = ("append", "append", "append", "shorten", "rewrite", "system", "tools", "restart", "retry", "again", "branch", "role", "parallel")
@@ -141,7 +142,7 @@ def test_whatever_an_agent_does_to_its_history_what_was_generated_is_trained_onc
     words = list(range(tokenizer(family).get_vocab_size(with_added_tokens=False))) if chat else list(range(32, 127))
     engine = Engine(seed, words, stop_ids(family)[0] if chat else 2)
     rendered = template(family) if chat else characters()
-    session = AgentSession(Conversation(rendered, history=history), engine, BOUNDS)
+    session = AgentSession(Conversation(rendered, history=history), engine, *BOUNDS)
     agent = Agent(session, random.Random(seed), tools=chat)
 
     async def program() -> None:

@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
-from penstock.pipeline.agents.gateway.chat import AgentSession, Bounds
+from penstock.pipeline.agents.gateway.chat import AgentSession
 from penstock.pipeline.agents.gateway.episode import Gateway
 from penstock.pipeline.data.conversation.segments import Conversation
 from tests.support.chat_families import FAMILIES, stop_ids, template, tokenizer
@@ -20,16 +20,17 @@ pytestmark = pytest.mark.costly  # imports the client
 
 ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}}
 ASKED: list[Any] = [{"role": "user", "content": "What is 3 + 4?"}]
-BOUNDS = Bounds(max_turns=8, turn_tokens=200, longest=2000)
+BOUNDS = (8, 200, 2000)
+"""Most turns, tokens of a turn, and tokens of a context with its completion."""
 
 
 class Desk:
     """A gateway with one open session and its client."""
 
-    def __init__(self, policy: ScriptedPolicy, bounds: Bounds = BOUNDS) -> None:
+    def __init__(self, policy: ScriptedPolicy, bounds: tuple[int, int, int] = BOUNDS) -> None:
         self.policy = policy
         self.gateway = Gateway()
-        self.session = AgentSession(Conversation(template(FAMILY)), policy, bounds)
+        self.session = AgentSession(Conversation(template(FAMILY)), policy, *bounds)
         self.key = self.gateway.open(self.session)
         self.openai = pytest.importorskip("openai")
         self.client = self.openai.AsyncOpenAI(base_url=self.gateway.base_url, api_key=self.key, max_retries=0)
@@ -50,7 +51,7 @@ class Desk:
         return [[part.turn for part in segment.parts if part.source == "model"] for segment in segments]
 
 
-def served(policy: Callable[[], ScriptedPolicy], bounds: Bounds = BOUNDS) -> Callable[..., Callable[[], None]]:
+def served(policy: Callable[[], ScriptedPolicy], bounds: tuple[int, int, int] = BOUNDS) -> Callable[..., Callable[[], None]]:
     """Run a test with a `Desk` in an asyncio loop."""
 
     def decorate(test: Callable[[Desk], Awaitable[None]]) -> Callable[[], None]:
@@ -206,7 +207,7 @@ async def test_an_unknown_key_is_refused_and_a_closed_one_too(desk: Desk) -> Non
         await desk.ask()
 
 
-@served(seven, Bounds(max_turns=2, turn_tokens=6, longest=60))
+@served(seven, (2, 6, 60))
 async def test_limits_are_errors_that_the_agent_can_read_and_the_trajectory_is_truncated(desk: Desk) -> None:
     with pytest.raises(desk.openai.BadRequestError) as caught:
         await desk.ask([{"role": "user", "content": "long " * 50}])
