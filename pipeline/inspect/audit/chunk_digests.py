@@ -34,7 +34,10 @@ Refuse = Callable[[Record, str, str], None]
 
 
 def verify_versions(source: Source, facts: Facts, *, note: Note, refuse: Refuse) -> None:
-    """Recompute the digest of each version, and read every chunk partition to its end."""
+    """Add the recomputed digest of each version to the facts, and read every chunk partition to its end.
+
+    `note` counts each record and returns its id; `refuse` takes a record that cannot be decoded, with kind and reason.
+    """
     latest = LatestVersion()
     cursors = {partition: Cursor(source, partition, facts, note, refuse) for partition in source.partitions("weights") if partition}
     for fact in sorted(facts.first_manifests().values(), key=lambda manifest: manifest.where.offset):
@@ -62,6 +65,7 @@ class Cursor:
             pass
 
     def _step(self) -> bool:
+        """Read the next record; False at the end of the partition."""
         record = next(self._records, None)
         if record is None:
             return False
@@ -135,7 +139,8 @@ def _mapped_file(nbytes: int) -> memoryview:
 
 
 def _recompute(manifest: Manifest, cursors: dict[int, Cursor], facts: Facts, latest: LatestVersion) -> Recomputed:
-    positions = list(zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True))
+    """Return a version's digest from its chunks, the reason why it has none, or that retention deleted what it needs."""
+    positions = weights.chunk_places(manifest)
     if any(facts.deleted(RecordId("weights", *position)) for position in positions) or latest.lacks_base(manifest):
         return Recomputed(None, None, released=True)
     try:
@@ -145,6 +150,7 @@ def _recompute(manifest: Manifest, cursors: dict[int, Cursor], facts: Facts, lat
 
 
 def _pieces(positions: Sequence[tuple[int, int]], cursors: dict[int, Cursor]) -> Iterator[memoryview]:
+    """Yield the data of the chunks at these (partition, offset). Raises `ValueError` for a chunk that cannot be read."""
     for partition, offset in positions:
         data = cursors[partition].at(offset) if partition in cursors else None
         if data is None:

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -46,32 +46,29 @@ def empty_facts(source: Source) -> Facts:
             raise Unreadable(
                 f"{source.run} cannot be audited: offsets 0 to {first - 1} of {source.run}.{topic}/0 were deleted, which had {content}"
             )
-    config_and_info: tuple[dict[str, Any], dict[str, Any]] | None = None
     registered, own = _run_records(source, RUNS_TOPIC), _run_records(source, "run")
-    status = registered[-1].status if registered else None
     # Earlier releases wrote the configuration to the topic that all runs share.
-    for created in own[-1:] or [record for record in registered[-1:] if record.config != runs.NOTHING]:
-        config_and_info = as_object(created.config), as_object(created.info)
-    for record in () if config_and_info else source.read("ledger"):
-        try:
-            entry = ledger.read(record, run=source.run)[1]
-        except errors.Unusable:
-            continue
-        if entry.kind == "run-opened":
-            details = as_object(entry.details)
-            config_and_info = details.get("config", {}), details.get("info", {})
-            break
-    if config_and_info is None:
-        raise Unreadable(f"run {source.run} cannot be audited: neither its registration nor its ledger has the configuration")
-    config, info = config_and_info
+    created = own[-1:] or [record for record in registered[-1:] if record.config != runs.NOTHING]
+    config, info = (as_object(created[0].config), as_object(created[0].info)) if created else _opening(source)
     return Facts(
         run=source.run,
         terms=terms_of(config, info),
         changes=info.get("changes", ()),
         records=[(as_object(record.config), as_object(record.info)) for record in own],
-        status=status,
+        status=registered[-1].status if registered else None,
         start_offsets=start_offsets,
     )
+
+
+def _opening(source: Source) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return configuration and info from the ledger entry that opened the run. Raises `Unreadable` if there is none."""
+    for record in source.read("ledger"):
+        with contextlib.suppress(errors.Unusable):
+            entry = ledger.read(record, run=source.run)[1]
+            if entry.kind == "run-opened":
+                details = as_object(entry.details)
+                return details.get("config", {}), details.get("info", {})
+    raise Unreadable(f"run {source.run} cannot be audited: neither its registration nor its ledger has the configuration")
 
 
 def _run_records(source: Source, topic: str) -> list[runs.RunRecord]:
@@ -117,6 +114,7 @@ class Collector:
         """(topic, number) -> hash of the first record with this number."""
 
     def take(self, record: Record, topic: str) -> None:
+        """Add the facts about a record; one that cannot be used is added to the unusable ones."""
         where = self.note(record)
         fold = _FOLDS.get(topic)
         if fold is not None:
@@ -136,6 +134,7 @@ class Collector:
         return where
 
     def refuse(self, record: Record, kind: str, reason: str) -> None:
+        """Add a record to the unusable ones, with the group and samples that its headers name."""
         where = RecordId(plain(record.topic, self.facts.run), record.partition, record.offset)
         self.facts.unusable.append(Unusable(where, kind, reason, *self._claims(record, where.topic)))
 
@@ -151,14 +150,11 @@ class Collector:
 
     def _claims(self, record: Record, topic: str) -> tuple[int | None, tuple[int, ...]]:
         """Return the record's group and, in `rollouts`, its sample numbers, according to the headers; (None, ()) if these are invalid."""
-        check = {"prompts": prompts.check, "rollouts": rollouts.check, "groups": groups.check}.get(topic)
-        try:
-            headers = check(record, run=self.facts.run) if check else None
-        except errors.Unusable:
-            return None, ()
-        if headers is None:
-            return None, ()
-        return headers.group, tuple(rollouts.tokens_of(headers)) if topic == "rollouts" else ()
+        if check := {"prompts": prompts.check, "rollouts": rollouts.check, "groups": groups.check}.get(topic):
+            with contextlib.suppress(errors.Unusable):
+                headers = check(record, run=self.facts.run)
+                return headers.group, tuple(rollouts.tokens_of(headers)) if topic == "rollouts" else ()
+        return None, ()
 
     def _dead_letter(self, record: Record, where: RecordId) -> None:
         dead_letter = dead_letters.read(record, run=self.facts.run)[1]
@@ -186,6 +182,7 @@ class Collector:
             self._sample(rollout, where, record.timestamp_ms)
 
     def _sample(self, rollout: Rollout, where: RecordId, timestamp_ms: int) -> None:
+        """Add one of the samples in a record, and the turns of a trajectory if these can be compared with replies."""
         facts, number = self.facts, (rollout.group, where.partition, rollout.sample)
         first = facts.value("SELECT 1 FROM samples WHERE (group_id, partition, sample, kind) = (?, ?, ?, 'first')", *number)
         kind = "poison" if where in facts.poison else "again" if first else "first"
@@ -217,6 +214,7 @@ class Collector:
         self._insert("replies", *reply.key, *where[1:], tokens_hash(reply.token_ids))
 
     def _group(self, record: Record, where: RecordId) -> None:
+        """Buffer a part of a group's outcome, and add the outcome with its last part; refuse a part that is out of order."""
         headers = groups.check(record, run=self.facts.run)
         assert headers.group is not None and headers.parts is not None
         key = (where.partition, headers.group, headers.sha256 or "")
@@ -234,6 +232,7 @@ class Collector:
             self._complete_group(self._parts.pop(key))
 
     def _complete_group(self, records: Sequence[Record]) -> None:
+        """Add the outcome that these parts are, unless it repeats one; refuse all parts if they cannot be decoded."""
         try:
             headers, group = groups.read(records, run=self.facts.run)
         except errors.Unusable as error:
@@ -266,6 +265,7 @@ class Collector:
         yield str([number for number, body in hashes if firsts.get(number, body) != body])
 
     def _entry(self, record: Record, where: RecordId) -> None:
+        """Add an entry of the ledger, and a row in `decided` for each group in its plan or list of stale groups."""
         entry = ledger.read(record, run=self.facts.run)[1]
         self._check_foreign(where)
         if not self._repeats("ledger", entry.seq, record.value):
@@ -356,6 +356,7 @@ def body_of(key: bytes | None, headers: RawHeaders, value: bytes) -> bytes:
 
 
 def sample_hash(rollout: Rollout) -> bytes:
+    """Hash all fields of a sample, in which every NaN is equal."""
     logprobs = np.array(rollout.behaviour_logprobs, np.float32)
     logprobs[np.isnan(logprobs)] = np.nan  # one bit pattern for every NaN
     arrays = (
@@ -388,28 +389,17 @@ def hash_of(value: bytes | memoryview) -> bytes:
     return hashlib.blake2b(value, digest_size=GROUP_BYTES).digest()
 
 
-class SampledTurn(NamedTuple):
-    """Digests of a turn's context and tokens."""
-
-    context: str
-    """SHA-256 of the context's token ids, as in calls and replies."""
-    tokens: bytes
-
-
-def sampled_turns(rollout: Rollout, prompt_ids: Any) -> tuple[SampledTurn, ...]:
-    """Return the policy's turns of a trajectory; empty for a single completion.
+def sampled_turns(rollout: Rollout, prompt_ids: Any) -> Iterator[tuple[str, bytes]]:
+    """Yield (SHA-256 of the context, hash of the tokens) of each turn of the policy in a trajectory; none for a single completion.
 
     The context of a turn is the part of its segment before it, preceded by the group's prompt if the segment starts with the prompt.
     """
-    sampled = []
-    bounds = [(start, end, prompt) for start, end, prompt in rollout.segments or ()]
     for turn in rollout.turns or ():
         if turn.source == "model":
-            segment_start, prompt = next((start, prompt) for start, end, prompt in bounds if start <= turn.start < end)
+            segment_start, prompt = next((start, prompt) for start, end, prompt in rollout.segments or () if start <= turn.start < end)
             context = hashlib.sha256(b"" if prompt else _bytes(prompt_ids))
             context.update(_bytes(rollout.token_ids[segment_start : turn.start]))
-            sampled.append(SampledTurn(context.hexdigest(), tokens_hash(rollout.token_ids[turn.start : turn.end])))
-    return tuple(sampled)
+            yield context.hexdigest(), tokens_hash(rollout.token_ids[turn.start : turn.end])
 
 
 def tokens_hash(token_ids: Any) -> bytes:

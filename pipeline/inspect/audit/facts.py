@@ -59,6 +59,7 @@ def of_trainer(where: object, values: dict[str, float]) -> Anchor | None:
 
 
 def _checkpoints(directory: Path) -> list[Anchor]:
+    """Return an anchor per readable checkpoint: the number of steps in its state."""
     anchors = []
     for path in sorted(directory.glob("step-*")):
         with contextlib.suppress(OSError, KeyError, ValueError, TypeError):
@@ -68,6 +69,7 @@ def _checkpoints(directory: Path) -> list[Anchor]:
 
 
 def _points(path: Path) -> list[Anchor]:
+    """Return the anchor in `metrics.jsonl`, its newest step; [] if it has none."""
     lines: list[dict[str, Any]] = []
     with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - LAST_BYTES))
@@ -286,6 +288,7 @@ class Facts:
     """Topic -> number of records identical to an earlier one."""
 
     def rows(self, query: str, *values: object, **named: object) -> Iterator[Any]:
+        """Yield the rows of an SQL query, with `values` for its `?` or `named` for its `:name`."""
         return self.tables.execute(query, named or values)
 
     def value(self, query: str, *values: object, **named: object) -> Any:
@@ -335,9 +338,11 @@ class Facts:
         return next((fact.entry for fact in self.entries if fact.entry.kind == "run-closed"), None)
 
     def deleted(self, where: RecordId) -> bool:
+        """True if retention has deleted the record at this position."""
         return where.offset < self.start_offsets.get(where[:2], 0)
 
     def truncated(self, topic: str) -> list[tuple[str, int]]:
+        """Return the partitions of a topic, as (topic, number), from which retention has deleted records."""
         return [partition for partition, start in self.start_offsets.items() if start and partition[0] == topic]
 
     def steps(self) -> list[EntryFact]:

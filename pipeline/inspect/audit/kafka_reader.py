@@ -116,6 +116,7 @@ class KafkaSource:
             consumer.close()
 
     def _consumer(self) -> Consumer:
+        """Open a consumer of committed records that joins no group, verifies checksums and reports the end of a partition."""
         return Consumer(
             {
                 **self._settings,
@@ -145,10 +146,12 @@ class KafkaSource:
         self._problem = str(error.str())
 
     def _check_silence(self, last_response: float, name: str) -> None:
+        """Raise `Unreadable` if the broker has sent nothing for `SILENT_S` since `last_response`."""
         if time.monotonic() - last_response > SILENT_S:
             raise Unreadable(f"{name}: no record received for {SILENT_S:g} s: {self._problem or 'the broker does not respond'}")
 
     def _progress(self, topic: str) -> None:
+        """Count a record, and print the progress every few seconds."""
         self._read += 1
         if self._read % 1000 == 0 and time.monotonic() > self._next_progress_s:
             self._next_progress_s = time.monotonic() + PROGRESS_S

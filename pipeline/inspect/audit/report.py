@@ -2,7 +2,7 @@
 
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +17,13 @@ from penstock.pipeline.inspect.audit.facts import Anchor, Facts
 from penstock.pipeline.inspect.audit.rules import as_object
 from penstock.pipeline.inspect.audit.source import Source, Unreadable
 from penstock.topics.metrics import EVERY_RUN_HAS
+from penstock.topics.weights import chunk_places
 
 
 def duplicates(facts: Facts) -> dict[str, int]:
-    """Return kind -> number of records that repeat others, which all readers drop."""
+    """Return kind -> number of records that repeat earlier ones, which all readers drop; kinds without repetition are left out."""
     ((later, copies),) = facts.rows("SELECT count(*), coalesce(sum(copied), 0) FROM later_samples")
-    listed = {
-        (partition, offset)
-        for fact in facts.manifests
-        for partition, offset in zip(fact.manifest.chunk_partitions, fact.manifest.chunk_offsets, strict=True)
-    }
+    listed = {position for fact in facts.manifests for position in chunk_places(fact.manifest)}
     counts = {
         "prompts": facts.repeats.get("prompts", 0),
         "samples sent twice": copies,
@@ -48,20 +45,22 @@ def dead_letter_kinds(facts: Facts) -> dict[str, int]:
 
 def notes(facts: Facts) -> Iterator[str]:
     """Yield findings that are not violations, as sentences: weak evidence, evidence from clocks, and what cannot be checked."""
-    for note in _NOTES:
-        yield from note(facts)
-
-
-def _under_way(facts: Facts) -> Iterator[str]:
     if facts.closed is None:
         yield "the run is active: groups without a final status are open, and missing dead letters are not violations"
         if facts.unusable:
             yield f"{len(facts.unusable)} records are unusable, {len(facts.dead_letters)} dead letters have been written so far"
+    yield from _deleted(facts)
+    if facts.poison:
+        yield f"{len(facts.poison)} valid records were dead-lettered because they crashed their readers"
+    yield from _about_workers(facts)
+    yield from _about_records(facts)
+    yield from _about_the_run(facts)
 
 
 def _deleted(facts: Facts) -> Iterator[str]:
+    """Yield which records retention has deleted, so that promises about them cannot be checked."""
     for topic in dict.fromkeys(topic for topic, _ in facts.start_offsets):
-        # Deleted chunks are reported by `_digests`.
+        # `_about_records` reports deleted chunks.
         partitions = [number for _, number in facts.truncated(topic) if topic != "weights" or not number]
         if partitions:
             where = ", ".join(f"{topic}/{partition} below {facts.start_offsets[topic, partition]}" for partition in partitions)
@@ -72,92 +71,52 @@ def _deleted(facts: Facts) -> Iterator[str]:
         yield f"the prompts of {absent} groups were deleted, and the final status of {unknown}"
 
 
-def _poison(facts: Facts) -> Iterator[str]:
-    if facts.poison:
-        yield f"{len(facts.poison)} valid records were dead-lettered because they crashed their readers"
-
-
-def _silent_roles(facts: Facts) -> Iterator[str]:
+def _about_workers(facts: Facts) -> Iterator[str]:
+    """Yield missing reports of workers, and whether their clocks could be compared."""
     if (roles := set(EVERY_RUN_HAS) - {worker.role for worker in facts.workers.values()}) and not facts.truncated("metrics"):
         yield f"no worker of these roles has reported: {', '.join(sorted(roles))}"
-
-
-def _clocks(facts: Facts) -> Iterator[str]:
     if not one_clock(facts):
         cause = "measurements were deleted" if facts.truncated("metrics") else "feeder and trainer were not on one machine"
         yield f"{cause}: times of admission and of versions were not compared"
-
-
-def _missing_measurements(facts: Facts) -> Iterator[str]:
     spans = facts.rows("SELECT worker, incarnation, max(seq) + 1 - count(*) FROM measurements GROUP BY worker, incarnation")
     if gaps := sum(missing - facts.workers[worker, incarnation].first_seq for worker, incarnation, missing in spans):
         yield f"{gaps} measurements are missing between measurements of the same process"
 
 
-def _lost_samples(facts: Facts) -> Iterator[str]:
+def _about_records(facts: Facts) -> Iterator[str]:
+    """Yield counts of records that are lost, unusable, deleted or repeated without a violation."""
     query = """
         SELECT count(*) FROM samples s LEFT JOIN lifecycles l USING (group_id)
         WHERE s.partition != l.partition OR (slot IS NULL AND group_id >= ?)
     """
     if lost := facts.value(query, facts.prompts_below):
         yield f"{lost} samples have no prompt in their partition"
-
-
-def _unusable_dead_letters(facts: Facts) -> Iterator[str]:
     if strangers := sum(record.where.topic == "dead-letters" for record in facts.unusable):
         yield f"{strangers} records in dead-letters are unusable; no worker reads that topic, so nothing was affected"
-
-
-def _unread(facts: Facts) -> Iterator[str]:
     if remaining := len(unaccounted(facts)) - sum(1 for _ in accounted.rule(facts)):
         yield f"{remaining} records are unusable and have no dead letter; the log does not prove that a reader has reached them"
-
-
-def _digests(facts: Facts) -> Iterator[str]:
     if released := sum(recomputed.released for recomputed in facts.recomputed.values()):
         yield f"retention has deleted chunks of {released} versions, whose digests cannot be recomputed"
     if again := len(facts.manifests) - len(facts.first_manifests()):
         yield f"versions were published again {again} times, with the same digest"
 
 
-def _resampled(facts: Facts) -> Iterator[str]:
-    query = "SELECT worker, count(*) AS again FROM later_samples WHERE resampled GROUP BY worker ORDER BY again DESC, min(number)"
-    if workers := dict(facts.rows(query)):
-        by_worker = ", ".join(f"{worker} {count}" for worker, count in workers.items())
-        total = sum(workers.values())
-        yield f"{total} samples were generated again after their first record had been sent ({by_worker}); --json lists them"
-
-
-def _rebased(facts: Facts) -> Iterator[str]:
+def _about_the_run(facts: Facts) -> Iterator[str]:
+    """Yield changes of data and code, rebases, and samples that were generated again."""
+    for change in facts.changes:
+        done = sum(fact.entry.kind == "step" and fact.entry.time_ns <= change["time_ns"] for fact in facts.entries)
+        digests = f"{change['before'][:12]} -> {change['after'][:12]}"
+        yield f"{change['what']} was changed while the run was stopped, after {done} steps: {digests}"
     for fact in facts.entries:
         if fact.entry.kind == "rebased":
             differences = as_object(fact.entry.details).get("differences", [])
             cause = f"{len(differences)} numbers of recomputed steps differed" if differences else "hardware or libraries had changed"
             yield f"rebased after {fact.entry.step} steps ({fact.where}): {cause}; the run resumed from the recomputed weights"
-
-
-def _changed(facts: Facts) -> Iterator[str]:
-    for change in facts.changes:
-        done = sum(fact.entry.kind == "step" and fact.entry.time_ns <= change["time_ns"] for fact in facts.entries)
-        digests = f"{change['before'][:12]} -> {change['after'][:12]}"
-        yield f"{change['what']} was changed while the run was stopped, after {done} steps: {digests}"
-
-
-_NOTES: tuple[Callable[[Facts], Iterator[str]], ...] = (
-    _under_way,
-    _deleted,
-    _poison,
-    _silent_roles,
-    _clocks,
-    _missing_measurements,
-    _lost_samples,
-    _unusable_dead_letters,
-    _unread,
-    _digests,
-    _changed,
-    _rebased,
-    _resampled,
-)
+    query = "SELECT worker, count(*) AS again FROM later_samples WHERE resampled GROUP BY worker ORDER BY again DESC, min(number)"
+    if workers := dict(facts.rows(query)):
+        by_worker = ", ".join(f"{worker} {count}" for worker, count in workers.items())
+        total = sum(workers.values())
+        yield f"{total} samples were generated again after their first record had been sent ({by_worker}); --json lists them"
 
 
 MODULES = (prompts, groups, steps, versions, dead_letters)
@@ -195,7 +154,10 @@ class Audit:
 
 
 def audit(source: Source, anchors: Sequence[Anchor] = (), digests: TopicDigests | None = None) -> Audit:
-    """Read a run and apply all checks; add every record to `digests`. `anchors` are read before, see `facts`. Raises `Unreadable`."""
+    """Read a run and apply all checks; add every record to `digests`. Raises `Unreadable` if that is not possible.
+
+    `anchors` are evidence of committed steps outside the log; the caller reads them before, because an active run adds more.
+    """
     try:
         facts = collect(source, digests)
         facts.anchors.extend(anchors)
@@ -227,7 +189,7 @@ def summary(audited: Audit) -> str:
 
 
 def as_table(audited: Audit) -> dict[str, Any]:
-    """Return an audit as plain data for JSON."""
+    """Return what `penstock audit --json` prints."""
     facts = audited.facts
     return {
         "run": facts.run,
@@ -257,6 +219,7 @@ def as_table(audited: Audit) -> dict[str, Any]:
 
 
 def _resampled_samples(facts: Facts) -> Iterator[dict[str, Any]]:
+    """Yield a row per sample that was generated again although its first record had been sent, with both records."""
     query = """
         SELECT group_id, sample, 'rollouts/' || partition || '/', first_offset, first_worker, sent_ms, offset, worker, started_ns
         FROM later_samples WHERE resampled ORDER BY number

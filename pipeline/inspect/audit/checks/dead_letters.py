@@ -125,13 +125,12 @@ that was trained or stale."""
 
 
 def _listed_weights(facts: Facts, partition: int) -> list[int]:
-    """Offsets of the manifests' chunks; on partition 0, of the manifests except the last two."""
+    """Return offsets that the trainer has read for certain: on partition 0 manifests except the last two, else the manifests' chunks."""
     if partition == 0:
         # The trainer has trained a round since, whose groups it read after this record.
         return sorted(fact.where.offset for fact in facts.manifests)[:-2]
     # Before a manifest is written, the records between its chunks and the last version's are read.
-    manifests = [fact.manifest for fact in facts.manifests]
-    chunks = [chunk for listed in manifests for chunk in zip(listed.chunk_partitions, listed.chunk_offsets, strict=True)]
+    chunks = [chunk for fact in facts.manifests for chunk in weights.chunk_places(fact.manifest)]
     return [offset for chunk_partition, offset in chunks if chunk_partition == partition]
 
 

@@ -23,12 +23,10 @@ def one_outcome(facts: Facts) -> Iterator[Violation]:
         text = f"group {group} has {same} at {RecordId('groups', partition, offset)}"
         yield Violation(text=text, group=group, where=RecordId("groups", *where))
     named = {fact.about for fact in facts.dead_letters}
+    has_outcome = "SELECT 1 FROM outcomes WHERE group_id = ?"
     for record in facts.unusable:
-        if record.kind == INCOMPLETE and record.where not in named and not facts.value(_HAS_OUTCOME, record.group):
+        if record.kind == INCOMPLETE and record.where not in named and not facts.value(has_outcome, record.group):
             yield Violation(text=record.reason, group=record.group, where=record.where)
-
-
-_HAS_OUTCOME = "SELECT 1 FROM outcomes WHERE group_id = ?"
 
 
 @check("group-place", "an outcome is in its prompt's partition and repeats the prompt", outcomes="SELECT count(*) FROM outcomes")
@@ -132,7 +130,6 @@ def group_statuses(facts: Facts) -> dict[str, int]:
 
 @check("trajectory-turns", "in a trajectory turns follow each other, and the policy's tokens alone are trained", samples=SAMPLES)
 def turns(facts: Facts) -> Iterator[Violation]:
-    """A trajectory's turns follow each other, and the policy's tokens alone are trained."""
     flawed = "SELECT group_id, sample, flaw, partition, offset FROM samples WHERE flaw IS NOT NULL ORDER BY rowid"
     for group, sample, flaw, *where in facts.rows(flawed):
         yield Violation(text=f"sample {sample}: {flaw}", group=group, where=RecordId("rollouts", *where))
@@ -140,7 +137,6 @@ def turns(facts: Facts) -> Iterator[Violation]:
 
 @check("broken-environments", "no outcome holds a sample whose environment broke", samples=COUNTED)
 def broken(facts: Facts) -> Iterator[Violation]:
-    """A sample whose environment broke is in no outcome."""
     # If earlier records may have been deleted, the sample in the log may be a repetition of the one that counts.
     query = """
         SELECT group_id, sample, broken, o.partition, o.offset
@@ -159,7 +155,6 @@ def broken(facts: Facts) -> Iterator[Violation]:
     turns=lambda facts: facts.value("SELECT count(*) FROM turns") if _has_turns(facts) else 0,
 )
 def replied_turns(facts: Facts) -> Iterator[Violation]:
-    """A policy turn matches a recorded reply with the same group, sample, context and tokens."""
     query = """
         SELECT group_id, sample, number, partition, offset FROM turns t WHERE NOT EXISTS (
             SELECT 1 FROM replies r WHERE (r.group_id, r.sample, r.context, r.tokens) = (t.group_id, t.sample, t.context, t.tokens)
@@ -176,7 +171,6 @@ def replied_turns(facts: Facts) -> Iterator[Violation]:
     replies=lambda facts: 0 if facts.truncated("calls") else facts.value("SELECT count(*) FROM replies"),
 )
 def requested(facts: Facts) -> Iterator[Violation]:
-    """Every reply has its call."""
     query = """
         SELECT group_id, sample, turn, attempt, partition, offset FROM replies r
         WHERE (group_id, sample, turn, attempt, context) NOT IN (SELECT * FROM calls) ORDER BY rowid

@@ -1,6 +1,5 @@
 """Checks on the ledger's order, and on the plans of its steps."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -71,11 +70,12 @@ def evaluations(facts: Facts) -> Iterator[Violation]:
 
 
 def _listed_evaluations(facts: Facts) -> Iterator[tuple[EntryFact, str, int]]:
+    """Yield (ledger entry, SHA-256, policy version) of each evaluation that the ledger lists; none if `metrics` was truncated."""
     for fact in facts.entries if not facts.truncated("metrics") else ():
         yield from ((fact, sha256, version) for sha256, version in ledger.evaluations(fact.entry).items())
 
 
-@check("step-numbers", "steps 0 to n-1 once each, of U groups, under version floor(step / S)", steps=lambda facts: _kinds(facts)["step"])
+@check("step-numbers", "steps 0 to n-1 once each, of U groups, under version floor(step / S)", steps=lambda facts: len(facts.steps()))
 def numbers(facts: Facts) -> Iterator[Violation]:
     terms = facts.terms
     most = ANY if facts.truncated("rollouts") else facts.most_sequences
@@ -102,6 +102,7 @@ def numbers(facts: Facts) -> Iterator[Violation]:
     "ledger-end", "the ledger reaches what measurements, checkpoints and metrics.jsonl have seen", anchors=lambda facts: len(facts.anchors)
 )
 def reached(facts: Facts) -> Iterator[Violation]:
+    """An anchor is evidence outside the ledger that a number of steps was committed."""
     done, last = len(facts.steps()), facts.entries[-1].where if facts.entries else None
     for anchor in facts.anchors:
         if anchor.steps > done:
@@ -189,10 +190,6 @@ def lag(facts: Facts) -> Iterator[Violation]:
 def _violation(facts: Facts, entry: int, group: int) -> Callable[..., Violation]:
     """Return a constructor of violations about one group of a ledger entry."""
     return partial(Violation, group=group, step=facts.entries[entry].entry.step, where=facts.entries[entry].where)
-
-
-def _kinds(facts: Facts) -> Counter[str]:
-    return Counter(fact.entry.kind for fact in facts.entries)
 
 
 CHECKS = (order, reached, chain, evaluations, numbers, trained_once, submission, plans, lag)

@@ -101,6 +101,7 @@ def digests(facts: Facts) -> Iterator[Violation]:
 
 
 def _digest_flaw(manifest: Manifest, recomputed: Recomputed | None) -> str | None:
+    """Return what is wrong with a version's recomputed digest, or None, also if it was not recomputed."""
     if recomputed is None:
         return None
     if recomputed.problem is not None:
@@ -111,6 +112,7 @@ def _digest_flaw(manifest: Manifest, recomputed: Recomputed | None) -> str | Non
 
 
 def _base_flaws(manifest: Manifest, manifests: Container[int], versions_below: int) -> Iterator[str]:
+    """Yield what is wrong with the base version of a delta; manifests of versions below `versions_below` may have been deleted."""
     base = manifest.base_version
     if base is not None and not (base < manifest.version and (base in manifests or base < versions_below)):
         yield f"version {manifest.version} has base version {base}, which is not an earlier version"
@@ -135,12 +137,15 @@ def ends(facts: Facts) -> Iterator[Violation]:
         done += entry.kind == "step"
         if entry.kind == "checkpoint":
             text = None if (entry.step, entry.digest) in rebased else _checkpoint_flaw(entry, published.get(entry.step or 0), done=done)
-        elif entry.kind == "step":
-            text = None if manifest is not None and (done, manifest.digest) in rebased else _step_flaw(entry, manifest)
+        elif entry.kind == "step" and manifest is not None and entry.digest not in (None, manifest.digest):
+            same = (done, manifest.digest) in rebased
+            text = None if same else f"the weights digest of step {entry.step} differs from that of version {manifest.version}"
         elif entry.kind == "rebased":
             text = None if entry.step == done else f"rebased after {entry.step} steps when {done} were committed"
+        elif entry.kind == "run-closed" and versions and entry.digest != versions[-1].digest:
+            text = f"the closing entry has another weights digest than version {versions[-1].version}"
         else:
-            text = _closing_flaw(entry, versions[-1:])
+            text = None
         if text is not None:
             yield Violation(text=text, step=entry.step, version=entry.version, where=fact.where)
 
@@ -156,20 +161,6 @@ def _checkpoint_flaw(entry: Entry, version: Entry | None, *, done: int) -> str |
     if entry.version not in (None, version.version):
         return f"the checkpoint at step {entry.step} has version {entry.version}, expected {version.version}"
     return None
-
-
-def _step_flaw(entry: Entry, manifest: Manifest | None) -> str | None:
-    """Return what is wrong with a step's digest, or None; `manifest` is that of the version after the step."""
-    if manifest is None or entry.digest in (None, manifest.digest):
-        return None
-    return f"the weights digest of step {entry.step} differs from that of version {manifest.version}"
-
-
-def _closing_flaw(entry: Entry, newest: list[Entry]) -> str | None:
-    """Return what is wrong with the closing entry's digest, or None; `newest` has the last version, if there is one."""
-    if entry.kind != "run-closed" or all(entry.digest == version.digest for version in newest):
-        return None
-    return f"the closing entry has another weights digest than version {newest[0].version}"
 
 
 CHECKS = (numbers, chunks, digests, ends)
