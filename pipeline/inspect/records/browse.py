@@ -77,16 +77,8 @@ def list_topics(log: Log, run: str, *, sizes: Mapping[str, int] = MappingProxyTy
         beginning_offsets, end_offsets = log.beginning_offsets(partitions), log.end_offsets(partitions)
         offsets = sum(end_offsets[tp] - beginning_offsets[tp] for tp in partitions)
         small = count_records and topic != "weights" and sizes.get(name, 0) <= COUNTED_BYTES and offsets <= COUNTED_OFFSETS
-        rows.append(
-            TopicRow(
-                topic=topic,
-                kafka_name=name,
-                partitions=count,
-                offsets=offsets,
-                records=sum(1 for _ in scan(log, name)) if small else None,
-                bytes=sizes.get(name),
-            )
-        )
+        records = sum(1 for _ in scan(log, name)) if small else None
+        rows.append(TopicRow(topic=topic, kafka_name=name, partitions=count, offsets=offsets, records=records, bytes=sizes.get(name)))
     return rows
 
 
@@ -141,15 +133,16 @@ def view(record: Record, *, run: str) -> dict[str, Any]:
 
 
 def _refused(record: Record, run: str) -> dict[str, Any]:
+    """Return the record that a dead letter contains, as `view` shows it, and the group that its headers name."""
     dead_letter = dead_letters.read(record, run=run)[1]
     # A poison record is not decoded, because decoding it may crash.
-    refused = (
-        None if dead_letter.kind == POISON or dead_letter.topic == record.topic else view(dead_letters.to_record(dead_letter), run=run)
-    )
+    hidden = dead_letter.kind == POISON or dead_letter.topic == record.topic
+    refused = None if hidden else view(dead_letters.to_record(dead_letter), run=run)
     return {"refused": refused, "claims_group": dead_letters.claimed_group(dead_letter)}
 
 
 def _payload(record: Record, run: str) -> tuple[dict[str, Any] | None, str | None]:
+    """Return (payload as plain data, None), or (None, reason) if the record is unusable."""
     try:
         _read(record, run)
     except Unusable as error:
@@ -165,6 +158,7 @@ def _payload(record: Record, run: str) -> tuple[dict[str, Any] | None, str | Non
 
 
 def _read(record: Record, run: str) -> None:
+    """Raise `Unusable` unless the record can be used by the readers of its topic."""
     topic = record.topic.removeprefix(f"{run}.")
     if record.topic == RUNS_TOPIC:
         runs.read(record, run=_text(record.key) or "")
@@ -178,6 +172,7 @@ def _read(record: Record, run: str) -> None:
 
 
 def _plain(value: Any) -> Any:
+    """Convert bytes in a nested value to text; of long ones only the start and the length."""
     if isinstance(value, bytes):
         return _text(value[:SHOWN_BYTES]) if len(value) <= SHOWN_BYTES else f"{len(value)} bytes, {value[:SHOWN_BYTES].hex()}…"
     if isinstance(value, list):
@@ -226,6 +221,7 @@ def clock(form: str, time_s: float) -> str:
 
 
 def _gist(topic: str, payload: dict[str, Any], texts: "TokenTexts | None") -> str:
+    """Summarise a payload in at most `SHOWN_TEXT` characters."""
     match topic:
         case "prompts":
             gist = repr(payload["prompt"])
@@ -245,18 +241,13 @@ def _gist(topic: str, payload: dict[str, Any], texts: "TokenTexts | None") -> st
         case "ledger" | "metrics":
             numbers = payload.get("metrics") or payload.get("values") or {}
             doing = (payload.get("labels") or {}).get("doing", "")
-            gist = " ".join(
-                [
-                    f"step {payload['step']}" if payload["step"] is not None else doing,
-                    *(f"{name}={value:.4g}" for name, value in numbers.items()),
-                ]
-            )
+            head = f"step {payload['step']}" if payload["step"] is not None else doing
+            gist = " ".join([head, *(f"{name}={value:.4g}" for name, value in numbers.items())])
         case "dead-letters":
             gist = f"{payload['topic']}/{payload['partition']}/{payload['offset']}: {payload['reason']}"
         case "weights":
-            gist = (
-                f"{payload['nbytes']} bytes, chunks: {len(payload['chunk_sizes'])}" if "nbytes" in payload else f"chunk {payload['index']}"
-            )
+            is_chunk = "nbytes" not in payload
+            gist = f"chunk {payload['index']}" if is_chunk else f"{payload['nbytes']} bytes, chunks: {len(payload['chunk_sizes'])}"
         case _:
             gist = f"{payload['run']} {payload['status']}"
     return gist if len(gist) <= SHOWN_TEXT else gist[:SHOWN_TEXT] + "…"
@@ -291,6 +282,7 @@ def as_page(data: Mapping[str, Any]) -> str:
 
 
 def _nested(value: Mapping[str, Any], *, indent: int) -> list[str]:
+    """Return a line per field, with the fields of nested records indented below."""
     lines = []
     for name, item in value.items():
         if isinstance(item, list) and item and isinstance(item[0], dict):

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics import ledger, runs
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.errors import NewerSchema, Unusable
-from penstock.topics.wire.record import Record
 
 LAST_ENTRIES = 32
 """Number of last offsets of a ledger that are read for its newest entries; some are transaction markers."""
@@ -31,7 +30,8 @@ def list_runs(log: Log, *, refused: Callable[[str], None] = lambda _: None) -> l
     own_records = _own_records(log, records)
     names = {f"{record.run}.ledger": record.run for record in records}
     done, reasons = dict.fromkeys(names.values(), 0), dict[str, str | None]()
-    for newest in _newest(log, names):
+    ends = log.end_offsets([(topic, 0) for topic in names if log.partitions(topic)])
+    for newest in scan(log, *names, since={tp: end - LAST_ENTRIES for tp, end in ends.items()}):
         with contextlib.suppress(Unusable, NewerSchema, ValueError, AttributeError):
             run, entry = names[newest.topic], ledger.read(newest, run=names[newest.topic])[1]
             done[run] = max(done[run], (entry.step or 0) + (entry.kind == "step"))
@@ -86,6 +86,7 @@ def reported_reward(folder: Path) -> float | None:
 
 
 def log_bytes(sizes: dict[str, int], run: str) -> int:
+    """Return the bytes of a run's topics, given topic -> bytes."""
     return sum(size for topic, size in sizes.items() if topic.startswith(f"{run}."))
 
 
@@ -100,17 +101,13 @@ def folder_bytes(folder: Path, *, without: str | None = None) -> int:
 
 
 def _own_records(log: Log, records: list[RunRecord]) -> dict[str, RunRecord]:
+    """Return run -> registration in the run's own topic, which has its configuration; runs of earlier releases have none."""
     own_records: dict[str, RunRecord] = {}
     for record in scan(log, *(f"{record.run}.run" for record in records)):
         run = record.topic.removesuffix(".run")
         with contextlib.suppress(Unusable, NewerSchema):
             own_records[run] = runs.read(record, run=run)[1]
     return own_records
-
-
-def _newest(log: Log, topics: Collection[str]) -> Iterator[Record]:
-    ends = log.end_offsets([(topic, 0) for topic in topics if log.partitions(topic)])
-    return scan(log, *topics, since={tp: end - LAST_ENTRIES for tp, end in ends.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,10 @@ Floats = npt.NDArray[np.float32]
 
 
 class Advantages:
-    """The advantage function of a run's configuration. A custom function is loaded only with `trust_code`."""
+    """The advantage function of a run's configuration; a custom one is loaded only with `trust_code`.
+
+    `why_not` is the reason why advantages are unknown, None if they are known.
+    """
 
     def __init__(self, config: dict[str, Any], *, trust_code: bool) -> None:
         self.name: str | None = None
@@ -52,6 +55,7 @@ class Advantages:
         return values
 
     def _open(self, table: dict[str, Any], *, trust_code: bool) -> None:
+        """Load the advantage function of a configuration. Raises `ValueError` with the reason why advantages are unknown."""
         from penstock.pipeline.config.load import from_json
 
         config = from_json(json.dumps(table))
@@ -114,6 +118,7 @@ ATTRIBUTES = {
 
 
 def _attributes(record: Rollout, schema: pa.Schema) -> dict[str, Any]:
+    """Return column -> value for the columns of a schema that are attributes of a sample."""
     named = {column: ATTRIBUTES.get(column, column) for column in schema.names}
     return {column: getattr(record, name) for column, name in named.items() if hasattr(record, name)}
 
@@ -142,7 +147,7 @@ def sample_rows(group: Group, parts: Sequence[pa.RecordBatch], advantages: Seque
 
 
 def unscored_rows(reader: RunReader, groups: set[int], *, since: Mapping[Partition, int]) -> list[pa.Table]:
-    """Return the samples of groups without rewards as `SAMPLES`, read from `rollouts`."""
+    """Return the samples of these groups as a table of `SAMPLES` without rewards, read from `rollouts` from `since`; [] if it has none."""
     rollouts = (read.payload for read in reader.samples(only=groups, since=since) if read.payload is not None)
     rows = [{**_attributes(rollout, SAMPLES), "tokens": len(generated(rollout))} for rollout in rollouts]
     return [_table(rows, SAMPLES)] if rows else []
@@ -163,6 +168,7 @@ TURNS = schema(
 
 
 def _turns_of(rollout: Rollout) -> Iterator[dict[str, Any]]:
+    """Yield a row of `TURNS` per part of a trajectory; none for a single completion."""
     versions = rollout.token_versions
     for number, turn in enumerate(rollout.turns or ()):
         own = versions[turn.start : turn.end] if turn.source == "model" else versions[:0]

@@ -13,7 +13,6 @@ from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics import metrics
 from penstock.topics.ledger import Entry
 from penstock.topics.metrics import Activity, Measurement, activity_of
-from penstock.topics.rollouts import Rollout
 from penstock.topics.wire.errors import Unusable
 
 TYPES = {
@@ -97,14 +96,9 @@ class Facts:
         """Add a worker's report; of two with the same sequence number the first one is used."""
         self.measured.setdefault((measured.worker, measured.incarnation), {}).setdefault(measured.seq, measured)
 
-    def add_sample(self, rollout: Rollout, *, written_ns: int) -> None:
-        """Add the times at which a sample was generated and written."""
-        span = rollout.started_ns, rollout.ended_ns, written_ns
-        self.samples[rollout.group, rollout.sample] = SampleTimes(rollout.group, rollout.sample, rollout.worker, rollout.version_min, *span)
-
 
 def timeline(log: Log, run: str) -> pa.Table:
-    """Return `TIMELINE`: all intervals up to the current end offsets, sorted by role, worker and time."""
+    """Return a run's timeline up to the current end offsets: a row of `TIMELINE` per interval in which a worker worked or waited."""
     reader, facts = RunReader(log, run), Facts()
     for record in reader.records("metrics"):
         with contextlib.suppress(Unusable):
@@ -114,19 +108,22 @@ def timeline(log: Log, run: str) -> pa.Table:
         if outcome.payload is not None and outcome.headers is not None:
             worker = outcome.headers.worker or "scorer"
             facts.ended[outcome.payload.group] = Ended(outcome.payload.group, worker, outcome.payload.scored_ns, outcome.payload.reward_ns)
-    for sample in reader.samples():
-        if sample.payload is not None:
-            facts.add_sample(sample.payload, written_ns=sample.record.timestamp_ms * 1_000_000)
+    for read in reader.samples():
+        if (sample := read.payload) is not None:
+            span, key = (sample.started_ns, sample.ended_ns, read.record.timestamp_ms * 1_000_000), (sample.group, sample.sample)
+            facts.samples[key] = SampleTimes(*key, sample.worker, sample.version_min, *span)
     return as_table(intervals(facts))
 
 
 def as_table(spans: Iterable[Interval]) -> pa.Table:
+    """Return the intervals as `TIMELINE`, sorted by role, worker and time."""
     rows = sorted(spans, key=lambda span: (span.role, span.worker, span.started, span.ended, span.what))
     columns = list(zip(*rows, strict=True)) or [()] * len(TIMELINE)
     return pa.table([pa.array(list(column), kind.type) for column, kind in zip(columns, TIMELINE, strict=True)], schema=TIMELINE)
 
 
 def intervals(facts: Facts) -> Iterator[Interval]:
+    """Yield the intervals of work from the records of the work, then those in which rollout workers and scorers waited."""
     roles = {worker: next(iter(reports.values())).role for (worker, _), reports in facts.measured.items()}
     by_worker: dict[str, list[Interval]] = {}
     work = [*_generations(facts, roles), *_scores(facts, roles), *_trainer(facts, roles), *_measured(facts)]

@@ -16,7 +16,6 @@ class TokenTexts:
     """Decoder with the tokenizer in a model's directory, if its SHA-256 (hexadecimal) is `digest`; otherwise `why_not` is the reason."""
 
     def __init__(self, model: str | None, digest: str | None) -> None:
-        """Open the tokenizer of `model` if its digest is `digest`; otherwise `why_not` tells why token texts are unavailable."""
         self._tokenizer: Any = None
         self.why_not: str | None = None
         try:
@@ -34,6 +33,7 @@ class TokenTexts:
         return self._tokenizer is not None
 
     def completion(self, ids: Iterable[int]) -> str | None:
+        """Return the text of a completion without special tokens; None without a tokenizer."""
         if self._tokenizer is None:
             return None
         return str(self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=True))
@@ -57,6 +57,7 @@ def texts_of(log: Log, run: str) -> TokenTexts:
 
 
 def _open(path: str | None, expected: str | None) -> Any:
+    """Load the tokenizer in a model's directory. Raises `ValueError` if there is none here, or if its digest is not the expected one."""
     from tokenizers import Tokenizer
 
     if not path:

@@ -47,7 +47,7 @@ class Limits:
     seconds: float | None = None
 
     def with_tokens(self, tokens: int) -> "Limits":
-        """Limits for `tokens` detailed tokens; if that is more than now, also texts and lines for them, and no limit of the size."""
+        """Return limits with this number of `tokens`; a larger one also raises the limits of texts and samples, and lifts that of bytes."""
         if tokens <= self.tokens:
             return replace(self, tokens=tokens)
         texts, samples = max(self.text_tokens, tokens), max(self.samples, tokens // 20)
@@ -113,7 +113,7 @@ def build(
 def read(
     log: Log, run: str, *, limits: Limits, trust_code: bool = False, alive: Callable[[], None] = lambda: None
 ) -> tuple[GroupPages, RunHistory]:
-    """The newest groups of a run within the limits, and its history. Raises `RunNotFound`, `LogError`."""
+    """Read the newest groups of a run within the limits, and what else its page shows. Raises `RunNotFound`, `LogError`."""
     reader, history = RunReader(log, run, alive=alive), RunHistory()
     view = read_view(reader, also=history.apply)
     history.finish()
@@ -127,7 +127,7 @@ def read(
 
 
 def index_of(log: Log, run: str, *, limits: Limits) -> str:
-    """Numbers of a run's groups, samples and intervals, packed as in the page; without texts and tokens."""
+    """Return the numbers of a run's groups, samples and intervals for the timeline, encoded as in a page."""
     facts, columns = index.index(*read(log, run, limits=limits))
     return pack(facts, columns)
 
@@ -143,6 +143,7 @@ def write(page: Page, path: Path) -> None:
 
 
 def _timed(alive: Callable[[], None], seconds: float | None) -> Callable[[], None]:
+    """Return `alive` with a time limit, after which it raises `PageTooSlow`."""
     started = time.monotonic()
 
     def check() -> None:

@@ -110,6 +110,7 @@ class Chunks:
         return sum(map(len, self.texts.values())) + sum(map(len, self.tokens.values()))
 
     def _packed(self) -> str:
+        """Return the tokens of the groups added since the last chunk, as `pack` encodes them, and note their ids."""
         rollouts = [rollout for group in self._rollouts for rollout in group]
         ids = np.concatenate([rollout.token_ids for rollout in rollouts])
         self.ids.update(np.unique(ids).tolist())

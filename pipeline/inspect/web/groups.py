@@ -16,7 +16,6 @@ from penstock.pipeline.inspect.tables.token_texts import TokenTexts
 from penstock.pipeline.inspect.web.chunks import Chunks, ChunkSlot
 from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics.groups import Group
-from penstock.topics.prompts import Prompt
 from penstock.topics.rollouts import Rollout
 from penstock.topics.samples import generated
 
@@ -48,17 +47,8 @@ class SampleNumbers(NamedTuple):
 
     @classmethod
     def of(cls, rollout: Rollout) -> "SampleNumbers":
-        """Take the numbers from a rollout."""
-        return cls(
-            rollout.sample,
-            len(generated(rollout)),
-            rollout.finish,
-            rollout.worker,
-            rollout.version_min,
-            rollout.version_max,
-            rollout.started_ns,
-            rollout.ended_ns,
-        )
+        versions, times = (rollout.version_min, rollout.version_max), (rollout.started_ns, rollout.ended_ns)
+        return cls(rollout.sample, len(generated(rollout)), rollout.finish, rollout.worker, *versions, *times)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +105,7 @@ class GroupPages:
         self.rows.sort(key=lambda row: row.group)
 
     def _scored(self, group: Group, worker: str) -> None:
+        """Add a group with rewards, which `worker` has scored."""
         steps = self.view.steps
         if group.group in steps[max(steps)].groups if steps else group.rewards:
             self.newest = [*self.newest[-IN_MEMORY:], group]
@@ -151,6 +142,8 @@ class GroupPages:
             if prompt is None and group is None and not samples:
                 continue
             text = prompt.prompt if prompt else group.prompt if group else ""
+            rollouts = [full for _, full in samples if full is not None]
+            completions = [self.texts.completion(generated(rollout)) for rollout in rollouts]
             self._row(
                 number,
                 text,
@@ -163,28 +156,26 @@ class GroupPages:
                 rewards=np.full(len(samples), np.nan),
                 components=((),) * len(samples),
                 advantages=np.full(len(samples), np.nan, np.float32),
-                chunk_slot=self._undecoded(number, text, prompt, [full for _, full in samples if full is not None]),
+                chunk_slot=self._detail(number, text, prompt.columns if prompt else "{}", completions, rollouts),
             )
-
-    def _undecoded(self, number: int, text: str, prompt: Prompt | None, rollouts: list[Rollout]) -> ChunkSlot | None:
-        completions = [self.texts.completion(generated(rollout)) for rollout in rollouts]
-        return self._detail(number, text, prompt.columns if prompt else "{}", completions, rollouts)
 
     def _detail(
         self, number: int, prompt: str, columns: str, completions: Sequence[str | None], rollouts: list[Rollout]
     ) -> ChunkSlot | None:
+        """Add a group's texts, and its tokens if it is selected for them, to the chunks; None if not even its texts are selected."""
         if number not in self.selection.texts:
             return None
         return self.chunks.add(prompt, columns, completions, rollouts if number in self.selection.tokens else [])
 
     def _row(self, number: int, prompt: str, samples: list[SampleNumbers], **fields: Any) -> None:
+        """Add a group's line, with the start of its prompt, and shorten `common` to the prefix that all prompts share."""
         if prompt:
             self.common = prompt if self.common is None else shared(self.common, prompt)
         self.rows.append(Row(group=number, prompt=prompt[:EXCERPT], rollouts=tuple(samples), **fields))
 
 
 def choose(view: RunView, *, samples: int, tokens: int, text_tokens: int) -> Selection:
-    """Select the newest groups that the report counts, within these numbers of samples, of tokens, and of tokens with texts."""
+    """Select the newest groups for a page: at most `samples` are listed, `text_tokens` have texts, and `tokens` are shown one by one."""
     listed: set[int] = set()
     texts: set[int] = set()
     detailed: set[int] = set()

@@ -36,7 +36,7 @@ SHOWN = 160
 
 
 def index(groups: GroupPages, history: RunHistory) -> tuple[dict[str, Any], dict[str, Column]]:
-    """(facts, columns) of a page. A column's prefix names its table: g groups, s samples, i intervals, a activities, m steps."""
+    """Return (facts, columns) of a page. A column's prefix names its table: g groups, s samples, i intervals, a activities."""
     view = groups.view
     spans = timeline(groups.rows, history)
     names = _workers(groups, spans, history)
@@ -77,20 +77,20 @@ def index(groups: GroupPages, history: RunHistory) -> tuple[dict[str, Any], dict
 
 
 def dead_letter(run: str, refused: DeadLetter) -> dict[str, Any]:
-    """A line of the list of dead letters."""
+    """Return a line of the list of dead letters, the records that workers have refused."""
     record = f"{refused.topic.removeprefix(f'{run}.')}/{refused.partition}/{refused.offset}"
     return {"kind": refused.kind, "record": record, "worker": refused.worker, "reason": refused.reason}
 
 
 def contents(groups: GroupPages) -> dict[str, Any]:
-    """Counts of the run's parts in the page, once its chunks are final, and a note for each part that is incomplete."""
+    """Return [in the page, in the run] for groups, samples, texts and tokens, and in `left_out` a note per incomplete part.
+
+    Call this once the chunks of texts and tokens have their final size.
+    """
     view, chunks, rows = groups.view, groups.chunks, groups.rows
     texts = [row for row in rows if row.chunk_slot is not None and row.chunk_slot.chunk in chunks.texts]
     detailed = [row for row in texts if row.chunk_slot and row.chunk_slot.chunk in chunks.tokens and row.group in groups.selection.tokens]
-    samples, tokens = (
-        sum(map(len, view.samples.values())),
-        sum(sum(tokens_by_sample.values()) for tokens_by_sample in view.samples.values()),
-    )
+    samples, tokens = sum(map(len, view.samples.values())), sum(sum(counts.values()) for counts in view.samples.values())
     counts = {
         "groups": [len(rows), len(group_statuses(view))],
         "samples": [sum(len(row.rollouts) for row in rows), samples],
@@ -114,10 +114,12 @@ def _workers(groups: GroupPages, spans: Sequence[Interval], history: RunHistory)
 
 
 def _role(view: RunView, worker: str) -> str:
+    """Return a worker's role; one that has reported nothing is named after it."""
     return view.workers[worker].role if worker in view.workers else worker.partition("-")[0]
 
 
 def _clock(groups: GroupPages, spans: Sequence[Interval], history: RunHistory) -> Clock:
+    """Return the clock that counts ticks from the run's creation and fits the last moment of the page."""
     moments = [span.ended for span in spans] + [activity.ended_ns for activity in history.activities]
     moments += [row.scored_ns for row in groups.rows]
     record, opened = groups.view.record, groups.view.opened
@@ -140,6 +142,7 @@ def _prompts(groups: GroupPages) -> tuple[list[str], Column]:
 
 
 def _group_specs(groups: GroupPages, workers: Mapping[str, int]) -> dict[str, tuple[type[np.generic], Callable[[Row], Any]]]:
+    """Return column -> (type, value of a group) of the groups' table."""
     step_of = _step_of(groups.view)
     status_of_group, number_of = group_statuses(groups.view), {status: number for number, status in enumerate((*STATUSES, OPEN))}
     return {

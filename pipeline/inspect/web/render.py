@@ -70,6 +70,7 @@ def _shown(value: Any) -> Any:
 
 @functools.cache
 def environment() -> Environment:
+    """Return the template engine; it escapes every value, and refuses unknown names."""
     made = Environment(
         loader=PackageLoader("penstock.pipeline.inspect.web"),
         autoescape=True,

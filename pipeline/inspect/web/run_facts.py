@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from penstock.infra.paths import run_directory
@@ -45,7 +46,7 @@ TRUNCATED, LOW_ESS = 0.2, 0.5
 
 
 def run_facts(view: RunView, report: Mapping[str, Any], *, now_s: float, slowest: Bottleneck | None = None) -> Facts:
-    """All that the page of a run says, but for its curves and samples; `slowest` is the bottleneck to show."""
+    """Return what the template of a run's page shows, except curves and samples; `slowest` is the bottleneck to name, if any."""
     ended, planned = has_ended(view), steps_planned(view)
     last = view.steps[max(view.steps)].metrics if view.steps else {}
     elapsed = elapsed_s(view, now_s=now_s)
@@ -76,7 +77,7 @@ def run_facts(view: RunView, report: Mapping[str, Any], *, now_s: float, slowest
 
 
 def provenance(view: RunView) -> list[Facts]:
-    """What shows where a run's model comes from and what spoiled it: as stored on this machine, or the command that finds it out."""
+    """Return rows about the origin of a run's model: what is stored on this machine, or the command that computes it."""
     run, parent, directory = view.run, runs.parent(info_of(view)), card_directory(view.run)
     rows = [{"name": "head of the ledger", "text": f"{view.head or '–'} ({view.last_seq + 1:,} entries)"}]
     if parent:
@@ -201,7 +202,7 @@ def _time(view: RunView) -> list[Facts]:
 
 
 def _attention(view: RunView, report: Mapping[str, Any], last: Mapping[str, float]) -> list[str]:
-    """What needs attention, each with the key to turn."""
+    """Return a sentence per problem of the run, with the configuration key that may solve it."""
     lines = []
     if last.get("truncated_share", 0.0) > TRUNCATED:
         lines.append(
@@ -223,7 +224,10 @@ MOST_POINTS = 60
 
 
 def status_shares(view: RunView) -> list[tuple[int, dict[str, float]]]:
-    """(optimizer step, status -> share) over the run, for all statuses in it; a group without samples counts with the previous group."""
+    """Return (optimizer step, final status -> share of the groups) for ranges of groups, in order.
+
+    A group without samples has no policy version and is counted in the range of the group before it.
+    """
     ended = [(group, status) for group, status in sorted(group_statuses(view).items()) if status != OPEN]
     names, per_version = sorted({status for _, status in ended}), steps_per_version(view)
     size = max(LEAST_GROUPS, -(-len(ended) // MOST_POINTS))
@@ -261,7 +265,10 @@ _STEP_CHARTS: Sequence[tuple[str, str, Mapping[str, str]]] = (
 
 
 def curves(view: RunView, *, components: Mapping[str, Iterable[tuple[int, float | None]]] | None = None) -> Facts:
-    """All curves over optimizer steps: `main` two, `charts`, the other measures by name in `more`, and in `still` what never changes."""
+    """Return the charts over optimizer steps: two in `main`, named ones in `charts`, further metrics in `more`.
+
+    `still` has the titles of charts whose curves never change, which are not drawn. `components`: reward function -> (step, mean).
+    """
     steps, per_version = sorted(view.steps), steps_per_version(view)
 
     def by_step(name: str, label: str) -> Facts:
@@ -287,18 +294,17 @@ def curves(view: RunView, *, components: Mapping[str, Iterable[tuple[int, float 
     used = {"reward_trained", *(name for _, _, names in _STEP_CHARTS for name in names)}
     all_names = sorted({name for step in steps for name in view.steps[step].metrics} - used)
     more = [_chart(name, "", [by_step(name, name)]) for name in all_names if not name.endswith("_at") and "tokens_at_lag_" not in name]
-    moving, still = (
-        [chart for chart in charts if _moves(chart)],
-        [chart["title"] for chart in charts if chart["series"] and not _moves(chart)],
-    )
+    moving = [chart for chart in charts if _moves(chart)]
+    still = [chart["title"] for chart in charts if chart["series"] and not _moves(chart)]
     return {"main": main, "charts": moving, "more": [chart for chart in more if _moves(chart)], "still": still}
 
 
 def _chart(title: str, unit: str, series: Sequence[Facts]) -> Facts:
-    return {"title": title, "unit": unit, "series": [one for one in series if one["y"]]}
+    return {"title": title, "unit": unit, "series": [drawn for drawn in series if drawn["y"]]}
 
 
 def _moves(chart: Facts) -> bool:
+    """True if a chart is worth drawing: its values differ, or each of its curves is a single point."""
     values = [value for curve in chart["series"] for value in curve["y"]]
     return bool(values) and (max(values) - min(values) >= STILL or len(values) == len(chart["series"]))
 
@@ -309,12 +315,8 @@ def curve(label: str, points: Iterable[tuple[float, float | None]]) -> Facts:
     if len(finite) > POINTS:
         long = -(-2 * len(finite) // POINTS)
         ranges = (finite[at : at + long] for at in range(0, len(finite), long))
-        finite = [point for part in ranges for point in sorted({min(part, key=_value), max(part, key=_value)})]
+        finite = [point for part in ranges for point in sorted({min(part, key=itemgetter(1)), max(part, key=itemgetter(1))})]
     return {"label": label, "x": [x for x, _ in finite], "y": [float(f"{y:.6g}") for _, y in finite]}
-
-
-def _value(point: tuple[float, float]) -> float:
-    return point[1]
 
 
 def cards(groups: Sequence[Group]) -> list[Facts]:
@@ -350,20 +352,18 @@ DERIVED = {
 
 
 def config_rows(view: RunView) -> list[Facts]:
-    """The effective configuration: key, value as JSON, and True if it differs from the default. [] before it is known."""
+    """Return a row per key of the effective configuration: `key`, `value` as JSON, `set` if it differs from the default; [] if unknown."""
     recorded = config_of(view)
     if not recorded:
         return []
     config, rows = from_json(json.dumps(recorded)), []
     for section, keys in config.model_dump(mode="json").items():
-        defaults = {
-            name: field.get_default(call_default_factory=True) for name, field in type(getattr(config, section)).model_fields.items()
-        }
+        fields = type(getattr(config, section)).model_fields
+        defaults = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
         for key, plain in keys.items():
             value = getattr(config, key) if key in DERIVED.get(section, ()) else plain
             own = recorded.get(section, {}).get(key)
             changed = own is not None and json.dumps(own) != json.dumps(defaults.get(key), default=str)
-            rows.append(
-                {"key": f"{section}.{key}", "value": "" if value is None else json.dumps(value, ensure_ascii=False), "set": changed}
-            )
+            shown = "" if value is None else json.dumps(value, ensure_ascii=False)
+            rows.append({"key": f"{section}.{key}", "value": shown, "set": changed})
     return rows

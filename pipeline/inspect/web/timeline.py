@@ -64,9 +64,8 @@ class RunHistory:
                 self.dead_letters.append(replace(folded, value=b"", headers=(), reason=folded.reason[:MAX_TEXT]))
             case Measurement():
                 values = {name: folded.values[name] for name in TIMED if name in folded.values}
-                self.measured.append(
-                    replace(folded, values=values, labels={name: folded.labels[name] for name in LABELS if name in folded.labels})
-                )
+                labels = {name: folded.labels[name] for name in LABELS if name in folded.labels}
+                self.measured.append(replace(folded, values=values, labels=labels))
                 if folded.kind in ("status", "final"):
                     self._status(folded)
             case Headers(group=int(group)) if record.topic.endswith(".rollouts"):
@@ -78,6 +77,7 @@ class RunHistory:
         self._open.clear()
 
     def _status(self, status: Measurement) -> None:
+        """Count the time since a worker's previous status as that status's activity: in the span in progress, or in a new one."""
         previous = self._last.get(status.worker)
         doing = status.labels.get("doing") or (previous[2] if previous else "")
         self._last[status.worker] = status, activity_of(status.labels), doing
@@ -85,11 +85,8 @@ class RunHistory:
             return
         previous_status, activity, label = previous[0], previous[1], generic(previous[2])
         open_span = self._open.get(status.worker)
-        if open_span is not None and (open_span.activity, open_span.label, open_span.ended_ns) == (
-            activity,
-            label,
-            previous_status.time_ns,
-        ):
+        continued = activity, label, previous_status.time_ns
+        if open_span is not None and (open_span.activity, open_span.label, open_span.ended_ns) == continued:
             self._open[status.worker] = open_span._replace(ended_ns=status.time_ns)
         else:
             if open_span is not None:
@@ -129,7 +126,7 @@ class Clock(NamedTuple):
 
 
 def timeline(rows: Iterable[Row], history: RunHistory) -> list[Interval]:
-    """All intervals of the listed groups, and of the workers."""
+    """Return the intervals of work and waiting of all workers, with those of the listed groups and their samples."""
     facts = Facts(entries=history.entries)
     for row in rows:
         if row.scorer:
@@ -143,7 +140,10 @@ def timeline(rows: Iterable[Row], history: RunHistory) -> list[Interval]:
 
 
 def interval_columns(spans: Iterable[Interval], *, workers: Mapping[str, int], clock: Clock) -> tuple[list[str], dict[str, Column]]:
-    """The causes by number, and the intervals [N] in the order of their starts; samples and scoring have their own columns."""
+    """Return the causes of waiting, and the newest intervals as columns [N] by start: worker and cause by index, times in ticks.
+
+    Generation and scoring have columns of their own.
+    """
     other_spans = sorted((span for span in spans if span.what not in ("rollout", "score")), key=lambda span: span.started)[-MAX_INTERVALS:]
     causes = ["", *sorted({span.cause for span in other_spans if span.cause})]
     number = {cause: index for index, cause in enumerate(causes)}
@@ -168,7 +168,7 @@ def scoring_columns(rows: Sequence[Row], spans: Iterable[Interval], *, clock: Cl
 
 
 def activity_columns(history: RunHistory, *, workers: Mapping[str, int], clock: Clock) -> tuple[list[tuple[str, str]], dict[str, Column]]:
-    """(text, kind of the activity) by number, and the spans of all workers, [N] in order of their starts."""
+    """Return (text, kind) of each activity, and the newest spans of all workers as columns [N] by start: activity by index."""
     activities = sorted(history.activities, key=lambda span: span.started_ns)[-MAX_INTERVALS:]
     labels = sorted({(span.label, span.activity.kind) for span in activities})
     number = {label: index for index, label in enumerate(labels)}
