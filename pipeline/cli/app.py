@@ -138,6 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None, *, closed: bool) -> int:
+    """Run one command, report an error in one line, and return the exit status. `closed`: standard output was closed at the start."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     try:
@@ -161,6 +162,7 @@ def _run(arguments: Sequence[str] | None, *, closed: bool) -> int:
 
 
 def _invoke(words: list[str]) -> int:
+    """Let Typer run the command in `words` and return its exit status; a request for completions exits here."""
     command = typer.main.get_command(app)
     if COMPLETE in os.environ:
         command.main(words, prog_name="penstock")  # exits

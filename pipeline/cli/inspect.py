@@ -13,15 +13,11 @@ from penstock.pipeline.cli.options import Bootstrap, Json, Run, RunOrFolder, Sec
 from penstock.pipeline.runtime.reporting.log_lines import exact_output
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import pyarrow as pa
 
     from penstock.infra.kafka.log import KafkaLog
     from penstock.pipeline.inspect.audit.facts import Anchor
     from penstock.pipeline.inspect.audit.source import Source
-    from penstock.pipeline.inspect.run_view import RunView
-    from penstock.pipeline.inspect.stall import Stuck
 
 FOLLOW_S = 0.25
 
@@ -40,7 +36,9 @@ def status(
     from penstock.pipeline.inspect.live.completions import RECENT, Completions
     from penstock.pipeline.inspect.live.saved_view import newest
     from penstock.pipeline.inspect.run_view import read_view
+    from penstock.pipeline.inspect.stall import RunSnapshot
     from penstock.pipeline.inspect.status import WATCHED, silences, standing, standstill_s
+    from penstock.pipeline.launch.stall_watchdog import describe, examine
     from penstock.pipeline.runtime.topic_reader import RunReader
 
     if follow:
@@ -56,7 +54,7 @@ def status(
         now_s = time.time()
         silent = silences(view, now_s=now_s)
         still_s = standstill_s(view, now_s=now_s)
-        stuck = None if still_s is None else _examine(log, view, now_s=now_s, silent=silent)
+        stuck = None if still_s is None else examine(log, RunSnapshot(view=view, now_s=now_s, silent=silent))
     if json:
         emit({**standing(view, now_s=now_s), "stuck": None if stuck is None else {**asdict(stuck), "still_s": still_s}})
         return
@@ -72,19 +70,11 @@ def status(
         for role in missing(view, now_s=now_s, silent=silent):
             print(f"no {role} worker is running; start one: penstock worker {role} --run {view.run}")
     if stuck is not None and still_s is not None:
-        from penstock.pipeline.launch.stall_watchdog import describe
-
         print(describe(stuck, still_s=still_s))
 
 
-def _examine(log: "KafkaLog", view: "RunView", *, now_s: float, silent: "Mapping[str, float]") -> "Stuck | None":
-    from penstock.pipeline.inspect.stall import RunSnapshot
-    from penstock.pipeline.launch.stall_watchdog import examine
-
-    return examine(log, RunSnapshot(view=view, now_s=now_s, silent=silent))
-
-
 def _follow(run: str, bootstrap: str, security: list[str] | None, *, json: bool) -> None:
+    """Show the live view of a run until the run ends or Ctrl-C."""
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.inspect.live.view import LiveView, Terminal
     from penstock.pipeline.inspect.run_status import has_ended
@@ -136,9 +126,8 @@ def report(
         return
     from penstock.infra.paths import run_directory
 
-    directory: Path | None = run_directory(str(figures["run"]))
-    if directory is not None and not directory.is_dir():
-        directory = None
+    folder = run_directory(str(figures["run"]))
+    directory = folder if folder.is_dir() else None
     if sys.stdout.isatty():
         from penstock.pipeline.inspect.live.view import Terminal
 
@@ -150,6 +139,7 @@ def report(
 def _page(
     run: str, html: Path | None, tokens: int | None, *, trust_code: bool, bootstrap: str, security: list[str] | None, json: bool
 ) -> None:
+    """Write the HTML page of `penstock report --html`, with `tokens` shown one by one. Raises `ConfigError` for a wrong path."""
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.inspect.report.summary import Progress
     from penstock.pipeline.inspect.web.build import Limits, build, write
@@ -241,7 +231,7 @@ def audit(run: RunOrFolder, *, bootstrap: Bootstrap = "embedded", security: Secu
 
 
 def audit_source(run: str, bootstrap: str, security: list[str] | None) -> tuple[list["Anchor"], "Source"]:
-    """Return the run's figures on this machine and the log to audit. The figures are read first, because a live run continues."""
+    """Return the log to audit, and before it the evidence of committed steps on this machine, which an active run keeps adding to."""
     from penstock.infra.kafka.settings import librdkafka
     from penstock.infra.paths import run_directory
     from penstock.pipeline.archive.archived_log import ArchivedSource, open_archive
@@ -328,6 +318,7 @@ def sql(
 
 
 def _list(tables: dict[str, list[tuple[str, str]]], *, json: bool) -> None:
+    """Print the tables that can be queried, each as (name, type) of its columns."""
     if json:
         emit({view: dict(columns) for view, columns in tables.items()})
         return
@@ -338,6 +329,7 @@ def _list(tables: dict[str, list[tuple[str, str]]], *, json: bool) -> None:
 
 
 def _print_table(result: "pa.Table") -> None:
+    """Print the result of a query as a table; numbers are aligned to the right."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -54,7 +54,7 @@ OUTAGE_TIMEOUT_S = 60.0
 
 
 def loaded(config: Path | str, overrides: list[str] | None = None) -> "Config":
-    """The configuration in a file, with this machine's defaults."""
+    """Load the configuration in a file, with the defaults for this machine's GPUs and CPU. Raises `ConfigError`."""
     from penstock.infra.backends.hardware import this_cpu, visible_gpus
     from penstock.pipeline.config.load import load
 
@@ -76,9 +76,10 @@ def emit(value: object) -> None:
 def connected(
     bootstrap: str, security: Mapping[str, str], *, attends: bool = False, start: bool = True, wait_s: float = 0.0
 ) -> Iterator["KafkaLog"]:
-    """A log at this broker, waited for `wait_s`; `attends`: the run's view reports outages, not the log.
+    """Connect to a broker for the duration of a `with` block; wait up to `wait_s` for one that does not respond yet.
 
-    Without `start`, an embedded broker is not started.
+    `start` allows starting this machine's embedded broker. `attends` is for a command that starts workers: it outlasts any outage of the
+    broker, which the run's view reports; other commands wait at most `OUTAGE_TIMEOUT_S`.
     """
     from penstock.pipeline.launch.broker_keeper import connect
 
@@ -92,7 +93,7 @@ def connected(
 
 
 def at(bootstrap: str, security: list[str] | None, *, attends: bool = False, start: bool = False) -> AbstractContextManager["KafkaLog"]:
-    """Connect to the broker named on the command line. This machine's embedded broker is started only if `attends` or `start`."""
+    """Connect to the broker that the options `--bootstrap` and `--security` name; see `connected`. `attends` implies `start`."""
     from penstock.pipeline.config.security import security_settings
 
     return connected(bootstrap, security_settings(security), attends=attends, start=start or attends)
@@ -100,7 +101,10 @@ def at(bootstrap: str, security: list[str] | None, *, attends: bool = False, sta
 
 @contextmanager
 def on_broker(run: str, bootstrap: str, security: list[str] | None, *, executes: bool = False) -> Iterator[tuple["KafkaLog", str]]:
-    """Connect to the broker and yield (log, run id). If `executes` (the run's code), `latest` means the latest run of this user."""
+    """Connect to the broker and yield (log, run id) for a run id, a unique prefix or `latest`. Raises `RunNotFound`.
+
+    `executes` is for commands that execute the run's code: `latest` is then the latest run of this user.
+    """
     from penstock.pipeline.runtime.registration.run_registry import resolve
 
     with at(bootstrap, security) as log:

@@ -94,6 +94,7 @@ def rollout(
 
 
 def _line(sample: "ResampledCompletion") -> str:
+    """Format a differing sample: the recorded and the regenerated token ids around the first difference."""
     assert sample.first_difference is not None
     index = sample.first_difference
     low, high = max(0, index - CONTEXT), index + CONTEXT + 1
@@ -153,7 +154,7 @@ def score(
 
 
 def _factors(weights: str | None) -> list[float]:
-    """The numbers of `--weights`. Raises `ConfigError`."""
+    """Parse the numbers of `--weights`; [] without the option. Raises `ConfigError`."""
     from penstock.infra.errors import ConfigError
 
     try:
@@ -222,6 +223,7 @@ def train(
 
 
 def _exact(recording: "Recording", request: "ReplayRequest", *, json: bool) -> int:
+    """Replay steps unchanged and print whether every bit is equal; return the exit status, 1 for a difference."""
     from penstock.pipeline.replay.verify import ReplayResult, as_text, replay
 
     result = ReplayResult(recording.run)
@@ -237,6 +239,7 @@ def _exact(recording: "Recording", request: "ReplayRequest", *, json: bool) -> i
 
 
 def _what_if(recording: "Recording", chosen: "WhatIf", request: "ReplayRequest", *, export: Path | None, mlflow: bool, json: bool) -> int:
+    """Train recorded steps with the chosen changes and print their metrics; return the exit status."""
     from penstock.pipeline.replay.what_if import WhatIfResult, child_run, table
     from penstock.pipeline.replay.what_if import train as train_alternative
 

@@ -43,6 +43,7 @@ def runs(context: typer.Context, *, bootstrap: Bootstrap = "embedded", security:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
+    """Format the list of runs, without columns that are empty for all of them."""
     from penstock.pipeline.inspect.records.runs import size
     from penstock.pipeline.inspect.report.figures import one_line
     from penstock.pipeline.inspect.report.formats import columns
@@ -212,7 +213,10 @@ def card(
 
 
 def _proof(log: "Log", run: str, group: int, directory: Path, *, record: bool) -> dict[str, Any]:
-    """Build the proof that the run was trained on one group, for the card in `directory`."""
+    """Return the proof that the run was trained on one group, for the card in `directory`; `record` adds the group's record.
+
+    Raises `ConfigError` if the run was not trained on the group or the card does not match the log, `LogError` if prompts were deleted.
+    """
     from penstock.infra.errors import ConfigError, LogError
     from penstock.pipeline.inspect.report import inclusion, provenance
     from penstock.pipeline.learner.ledger_history import with_later_parts
@@ -333,6 +337,7 @@ def _lines(done: "Verification") -> Iterator[str]:
 
 
 def _examined(level: dict[str, Any]) -> str:
+    """Describe what a level of the verification has examined: files, the log, or recomputed steps."""
     match level["level"]:
         case 1:
             return f"{level.get('files', 0)} files"

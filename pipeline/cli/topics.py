@@ -129,6 +129,7 @@ def export_topics(
 
 
 def _print_export(done: "Exported", *, json: bool) -> None:
+    """Print what an export has written, and which records were deleted before it."""
     if json:
         emit(done)
         return
@@ -252,18 +253,16 @@ def unblock(
 
     with on_broker(run, bootstrap, security, executes=True) as (log, run_id):
         hanging = hanging_transactions(log, log.topics(f"{run_id}."))
-        ended = (
-            [(transaction, commit if transaction.committed is None else transaction.committed) for transaction in hanging] if yes else []
-        )
-        for transaction, decided in ended:
-            if decided is not None:
-                end_hanging(log, transaction, commit=decided)
+        outcomes = [(each, commit if each.committed is None else each.committed) for each in hanging] if yes else []
+        ended = [(transaction, outcome) for transaction, outcome in outcomes if outcome is not None]
+        for transaction, outcome in ended:
+            end_hanging(log, transaction, commit=outcome)
     if json:
-        emit({"hanging": hanging, "ended": sum(decided is not None for _, decided in ended)})
+        emit({"hanging": hanging, "ended": len(ended)})
         return
     for transaction in hanging:
         print(transaction)
-    remaining = len(hanging) - sum(decided is not None for _, decided in ended)
+    remaining = len(hanging) - len(ended)
     fix = f"penstock topics unblock {run_id} --yes{' --commit, or --abort' if yes else ''}"
     print(f"{remaining} transactions without an end marker; to end them: {fix}" if remaining else "no transaction blocks readers")
 
@@ -318,5 +317,4 @@ def delete_topics(
     if json:
         emit({**asdict(deletion), "deleted": yes})
     else:
-        end = f"run {deletion.run} is deleted" if yes else f"nothing was deleted; to delete: penstock topics delete {deletion.run} --yes"
-        print(end)
+        print(f"run {deletion.run} is deleted" if yes else f"nothing was deleted; to delete: penstock topics delete {deletion.run} --yes")

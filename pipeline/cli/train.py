@@ -329,7 +329,7 @@ def _described(
     accelerators: int, speed: str, train_speed: float, lengths: str, *, concurrency: int | None, engine_size: int, model: Path | None,
     max_lag: int, samples_per_prompt: int, prompts_per_step: int | None, steps_per_version: int, load_s: float, publish_s: float,
 ) -> "Cluster":  # fmt: skip
-    """The cluster and workload that the options describe."""
+    """Return the accelerators and the workload that the options of `penstock plan` describe. Raises `ValueError`."""
     from penstock.pipeline.launch.planning.search import STEP_SIZES, Cluster
     from penstock.pipeline.launch.planning.workload import Workload, from_speeds, parse
     from penstock.pipeline.scheduling.rules import preset
@@ -403,6 +403,7 @@ def _settings(model: Path, accelerators: int, engine_size: int, samples_per_prom
 
 
 def _speeds(text: str) -> list[tuple[int, float]]:
+    """Parse `--speed`: (concurrent samples, tokens per second) of an engine. Raises `ValueError`."""
     try:
         return [(int(samples), float(speed)) for samples, speed in (word.split(":") for word in text.split(","))]
     except ValueError:
@@ -410,6 +411,7 @@ def _speeds(text: str) -> list[tuple[int, float]]:
 
 
 def _show(cluster: "Cluster", *, plot: Path | None, json: bool) -> None:
+    """Search the best split of a cluster, print it, and plot all splits if `plot` is given."""
     from penstock.pipeline.launch.planning.rendering import plan_as_json, plan_as_text
     from penstock.pipeline.launch.planning.search import search
 

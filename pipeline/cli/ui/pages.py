@@ -127,6 +127,7 @@ def _range(query: QueryParams, name: str) -> tuple[float, float] | None:
 
 
 def _filters(query: QueryParams) -> tuple[Filters, PayloadFilter]:
+    """The filters in an address: those that the index of groups answers, and those for which payloads must be read."""
     where = Filters(
         statuses=tuple(filter(None, query.getlist("status"))),
         reward=_range(query, "reward"),
@@ -138,19 +139,22 @@ def _filters(query: QueryParams) -> tuple[Filters, PayloadFilter]:
 
 
 def groups(address: Address) -> dict[str, Any]:
-    """A page of the list of groups."""
+    """A page of the list of groups, for JSON, with the filters, order and start in the address."""
     query, (where, payload) = address.query, _filters(address.query)
     return address.watched.list_groups(where, payload, order=query.get("sort") or "newest", after=query.get("after") or None)
 
 
 def histograms(address: Address) -> dict[str, Any]:
-    """Mean rewards and lengths of the groups of a filter."""
+    """Histograms of mean reward and length over the groups that the filters in the address select, for JSON."""
     listed, (where, _) = address.watched.groups(), _filters(address.query)
     return {name: listed.histogram(column, where) for name, column in (("reward", "reward_mean"), ("length", "length"))}
 
 
 def download(address: Address, questions: threading.BoundedSemaphore, gone: Callable[[], bool]) -> Response:
-    """The result of a query as a file, or the samples of the groups of a filter."""
+    """The result of the query in the address as a file or, without one, the samples of the groups that its filters select.
+
+    `questions` limits the queries that run at a time; `gone` returns True once the browser has closed the connection.
+    """
     if address.ending not in FORMATS:
         raise ConfigError(f"download.{address.ending}: expected one of {', '.join(FORMATS)}")
     sql_text, (where, payload) = address.query.get("q", ""), _filters(address.query)
@@ -172,6 +176,7 @@ def download(address: Address, questions: threading.BoundedSemaphore, gone: Call
 
 
 def detail(address: Address) -> dict[str, Any]:
+    """A group with texts and tokens, for JSON; of a large group with those of one sample."""
     sample = address.query.get("sample", "")
     return address.watched.detail(address.group, sample=int(sample) if sample.isdecimal() else None)
 
@@ -193,16 +198,8 @@ def trace(address: Address) -> Page:
 def sql(address: Address, questions: threading.BoundedSemaphore, gone: Callable[[], bool]) -> Page:
     """An SQL query, if there is one, and its result."""
     sql_text, started = address.query.get("q", ""), time.monotonic()
-    facts = {
-        **frame(address),
-        "q": sql_text,
-        "questions": QUESTIONS,
-        "views": _views(),
-        "problem": None,
-        "names": (),
-        "rows": (),
-        "more": False,
-    }
+    facts = {**frame(address), "q": sql_text, "questions": QUESTIONS, "views": _views(), "problem": None, "names": (), "rows": ()}
+    facts["more"] = False
     if not sql_text.strip():
         prepare()
         return "sql.html", facts
@@ -228,7 +225,7 @@ def _cell(value: Any) -> tuple[str, str]:
 
 
 def _result(runs: Runs, name: str, sql_text: str, questions: threading.BoundedSemaphore, limits: Limits) -> Any:
-    """A result within limits. Raises `ValueError` if the question is refused, at a limit, or has to wait for others."""
+    """The result of a query. Raises `ValueError` if it is refused, exceeds a limit, or `questions` allows no further query now."""
     if not questions.acquire(blocking=False):
         raise ValueError("other queries are being computed: repeat this one when they have their results")
     try:
@@ -283,11 +280,8 @@ def topic(address: Address) -> Page:
     if address.query.get("offset", "").isdecimal() and address.query.get("partition", "").isdecimal():
         position = {name: int(address.query[name]) for name in ("partition", "offset")}
         record = browse.view(browse.record_at(address.runs.log, address.run, address.topic, **position), run=address.run)
-        return "topic.html", {
-            **facts,
-            "record": record,
-            "payload": json.dumps(record["payload"], indent=2, ensure_ascii=False, default=str),
-        }
+        payload = json.dumps(record["payload"], indent=2, ensure_ascii=False, default=str)
+        return "topic.html", {**facts, "record": record, "payload": payload}
     newest = browse.tail(address.runs.log, address.run, address.topic, count=RECORDS, follow=False)
     return "topic.html", {**facts, "records": [(record, browse.as_line(record, run=address.run)) for record in newest][::-1]}
 
@@ -330,7 +324,7 @@ MEASURES: Mapping[str, str] = {
 
 
 def _positions(view: RunView, by: str) -> dict[int, float]:
-    """Step -> its position on the axis: the step itself, samples or tokens trained up to it, or seconds since the first step started."""
+    """Return step -> position on the axis `by`: the step, the samples or tokens trained so far, or seconds since the first step started."""
     steps, total, positions = sorted(view.steps), 0.0, {}
     started = view.steps[steps[0]].metrics.get("started_at", view.steps[steps[0]].time_s) if steps else 0.0
     for step in steps:
@@ -341,22 +335,21 @@ def _positions(view: RunView, by: str) -> dict[int, float]:
 
 
 def _compared(views_: Mapping[str, RunView], by: str) -> Iterator[dict[str, Any]]:
+    """Yield a chart per measure with a curve per run, over the axis `by`. Raises `ConfigError` for an unknown axis."""
     if by not in AXES:
         raise ConfigError(f"x={by}: expected one of {', '.join(AXES)}")
     positions = {name: _positions(view, by) for name, view in views_.items()}
     for measure, title in MEASURES.items():
-        series = [
-            curve(name, [(positions[name][step], view.steps[step].metrics.get(measure)) for step in sorted(view.steps)])
-            for name, view in views_.items()
-        ]
-        if measure == "solved":
-            series = [curve(name, _solved_over(view, positions[name])) for name, view in views_.items()]
-        if any(one["y"] for one in series):
+        series = [curve(name, _points(view, measure, positions[name])) for name, view in views_.items()]
+        if any(drawn["y"] for drawn in series):
             yield {"title": title, "unit": "", "x": by, "series": series, "dots": measure == "solved"}
 
 
-def _solved_over(view: RunView, positions: Mapping[int, float]) -> Iterator[tuple[float, float | None]]:
-    """The share solved greedily at each evaluated version, at the position of the last step before it."""
+def _points(view: RunView, measure: str, positions: Mapping[int, float]) -> Iterator[tuple[float, float | None]]:
+    """Yield (position on the axis, value) of a metric by step; of `solved` by evaluation, at the position of the last step before it."""
+    if measure != "solved":
+        yield from ((positions[step], view.steps[step].metrics.get(measure)) for step in sorted(view.steps))
+        return
     for version, measured in sorted(view.evals.items()):
         before = [step for step in positions if view.steps[step].version < version]
         yield positions[max(before)] if before else 0.0, measured.values.get("greedy_accuracy")

@@ -57,7 +57,7 @@ FOREVER = {"Cache-Control": "private, max-age=31536000, immutable"}
 
 
 def stable_token(path: Path) -> str:
-    """The token in this file, made at its first use, so that bookmarks survive a restart."""
+    """The secret part of the server's address, stored in this file at its first use, so that bookmarks survive a restart."""
     if not path.is_file() or len(token := path.read_text(encoding="utf-8").strip()) < TOKEN_LENGTH:
         write_private(path, token := secrets.token_urlsafe(16))
     return token
@@ -78,7 +78,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """The address to open; who knows it may look."""
+        """The address to open, with the token; whoever knows it can read all runs."""
         return f"http://{HOST}:{self.server_address[1]}/{self.token}/"
 
     def serve_forever(self) -> None:
@@ -117,7 +117,10 @@ class Server:
         return f"/{self.token}"
 
     def _page(self, make: Callable[..., Any]) -> Callable[[Request], Any]:
-        """A page from its template and facts, a file, bytes, or JSON; of an error one line, as a page for who accepts pages."""
+        """Return the handler for a function of `pages.Address` that returns (template, facts), a response, bytes, or data for JSON.
+
+        An error is returned as one line with status 400, as a page or as JSON. A prefix of a run id is redirected to the full id.
+        """
 
         def respond(request: Request) -> Response:
             try:
@@ -135,7 +138,7 @@ class Server:
         return respond
 
     def _until_gone(self, make: Callable[..., Any]) -> Callable[[Request], Any]:
-        """A page or a file with the result of a query, computed until the browser closes the connection."""
+        """Return the handler for a page or file with the result of a query, which ends if the browser closes the connection."""
 
         async def respond(request: Request) -> Response:
             gone = threading.Event()
@@ -170,11 +173,12 @@ class Server:
         return await run_in_threadpool(self._page(save), request)  # type: ignore[no-any-return]
 
     async def _events(self, request: Request) -> Response:
-        """The changing part of the run's page, once a second while it changes."""
+        """Handler of the stream of events that keeps a run's page up to date."""
         run = resolve(self.runs.log, request.path_params["run"])
         return StreamingResponse(self._stream(run, request), media_type="text/event-stream")
 
     async def _stream(self, run: str, request: Request) -> AsyncIterator[bytes]:
+        """Yield server-sent events with the parts of a run's page that have changed, until the run ends or the browser leaves."""
         last: dict[str, str] = {}
         while not self._server.should_exit and not await request.is_disconnected():
             started = time.monotonic()

@@ -57,13 +57,14 @@ DETAILED_TOKENS = 40_000
 
 
 class PayloadFilter(NamedTuple):
-    """Conditions on a sample that only payloads answer to; "" lets all pass."""
+    """Conditions on a sample for which its payload must be read; "" matches every sample."""
 
     finish: str = ""
     worker: str = ""
     text: str = ""
 
     def fits(self, group: Group) -> bool:
+        """True if a sample of the group meets all conditions; `text` may also be in the prompt."""
         text = self.text.lower()
         return any(
             (not self.finish or sample.rollout.finish == self.finish)
@@ -102,7 +103,7 @@ class WatchedRun:
         self.view = RunView(run=self.run)
 
     def update(self) -> RunView:
-        """The view at this moment. Raises `LogError`."""
+        """Read the records since the last call, and return the run's view. Raises `LogError`."""
         with self.lock:
             if self._closed:  # a page that is being made shows the last state
                 return self.view
@@ -135,9 +136,8 @@ class WatchedRun:
                 self.view.steps[step] = self.view.steps[step]._replace(groups=())
 
     def _note(self, folded: object, record: Record) -> None:
-        if not isinstance(folded, Headers) or folded.group is None:
-            return
-        if record.topic.endswith(".groups") and not folded.part:
+        """Remember where the outcome of a group is. `folded` is what `RunView.fold` returned for the record."""
+        if isinstance(folded, Headers) and folded.group is not None and record.topic.endswith(".groups") and not folded.part:
             self._offsets.setdefault(folded.group, (record.partition, record.offset))
             if folded.reward_mean is not None:
                 self._newest = [*self._newest[1 - NEWEST :], folded.group]
@@ -186,6 +186,7 @@ class WatchedRun:
         return {number: positions[number] for number in numbers if number in positions}
 
     def groups(self) -> GroupList:
+        """The groups of the run, from its index; computed again only if the run has moved on."""
         with self.lock:
             view = self.update()
             if self._list is None or self._list[0] != view.moved_ms:
@@ -194,6 +195,7 @@ class WatchedRun:
             return self._list[1]
 
     def _indexed(self) -> RunIndex:
+        """The index of the run on this machine's disk, with all records up to now."""
         if self._index is None:
             created_ns = self.view.record.created_ns if self.view.record else 0
             self._index = RunIndex(self.run, directory=index_folder(self.run), created_ns=created_ns)
@@ -257,11 +259,11 @@ class WatchedRun:
 
 
 def _rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of the index as the list of groups shows them: the start of each prompt, without the chat template."""
     prompts = sorted({row["prompt"] for row in rows})
     return [
         {
-            **{name: row[name] for name in ("group", "step", "rewards")},
-            "status": row["status"],
+            **{name: row[name] for name in ("group", "step", "rewards", "status")},
             "reward": row["reward_mean"],
             "version": row["policy_version_min"],
             "prompt": without_template(row["prompt"], prompts)[:EXCERPT],
@@ -330,12 +332,6 @@ class Summary(NamedTuple):
     """Greedy accuracy on held-out data by evaluation."""
 
 
-def _summary(view: RunView) -> Summary:
-    rewards = [view.rewards[version].mean for version in sorted(view.rewards)]
-    solved = [measured.values.get("greedy_accuracy") for _, measured in sorted(view.evals.items())]
-    return Summary(status_of(view), last_reward(view), rewards, solved)
-
-
 @dataclass(slots=True)
 class Runs:
     """The runs of a log: those opened last with the offsets of their groups, the others as their trackers saved them."""
@@ -358,12 +354,15 @@ class Runs:
     def summary(self, run: str) -> Summary:
         """Facts of a run for the list, read without opening it. Raises `LogError`."""
         if run in self._opened:
-            return _summary(self[run].update())
-        if run in self._ended:
+            view = self[run].update()
+        elif run in self._ended:
             return self._ended[run]
-        saved, since = newest(self.log, run)
-        view = saved if saved.closed else read_view(RunReader(self.log, run), topics=WATCHED, view=saved, since=since)
-        summary = _summary(view)
+        else:
+            saved, since = newest(self.log, run)
+            view = saved if saved.closed else read_view(RunReader(self.log, run), topics=WATCHED, view=saved, since=since)
+        rewards = [view.rewards[version].mean for version in sorted(view.rewards)]
+        solved = [measured.values.get("greedy_accuracy") for _, measured in sorted(view.evals.items())]
+        summary = Summary(status_of(view), last_reward(view), rewards, solved)
         if has_ended(view):
             self._ended[run] = summary
         return summary
