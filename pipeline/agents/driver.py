@@ -64,13 +64,6 @@ class _Lost(Exception):
     """The child process was killed because of another session in it."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _RecordedTurn:
-    context: bytes
-    """SHA-256 of the context's token ids."""
-    generation: Generation
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Episode:
     """One trajectory in an environment, and its state."""
@@ -90,7 +83,8 @@ class Episode:
     """Policy version at the start."""
     episode_state: EpisodeState = field(init=False)
     _conversation: Conversation = field(init=False)
-    _recorded_turns: dict[int, _RecordedTurn] = field(default_factory=dict)
+    _recorded_turns: dict[int, tuple[bytes, Generation]] = field(default_factory=dict)
+    """Number of a turn -> SHA-256 of its context's token ids, and the generated turn."""
     _session: Session | None = None
 
     def __post_init__(self) -> None:
@@ -225,13 +219,12 @@ class Episode:
     async def _generate(self, token_ids: npt.NDArray[np.int32], *, turn: int, room: int) -> Generation:
         """Return a turn of at most `room` tokens: the one generated before a restart, or a new one. Raises `_Diverged`."""
         digest = hashlib.sha256(np.ascontiguousarray(token_ids, "<i4").tobytes()).digest()
-        recorded = self._recorded_turns.get(turn)
-        if recorded is None:
-            generation = await self.generate(token_ids, turn=turn, max_new_tokens=room)
-            recorded = self._recorded_turns[turn] = _RecordedTurn(context=digest, generation=generation)
-        elif recorded.context != digest:
+        if turn not in self._recorded_turns:
+            self._recorded_turns[turn] = digest, await self.generate(token_ids, turn=turn, max_new_tokens=room)
+        recorded, generation = self._recorded_turns[turn]
+        if recorded != digest:
             raise _Diverged(f"turn {turn}: the environment returned a different text for the same actions; restarting the trajectory")
-        return recorded.generation
+        return generation
 
     async def _call(self, do: str, payload: Mapping[str, Any], timeout_s: float) -> Any:
         """Call the environment; the call's time counts towards `trajectory_timeout_s`. Raises `EnvironmentBroken` or `_Lost`."""

@@ -165,7 +165,8 @@ class TrajectoryEngine:
         assert isinstance(request, EpisodeRequest), "a group of trajectories needs an EpisodeRequest"
         for sample in request.samples:
             key = (request.group, sample)
-            episode = self._episodes.episode(request, sample, generate=_TurnGenerator(self, key, request), version=self._inner.version)
+            generate = partial(self._generate, key, request)
+            episode = self._episodes.episode(request, sample, generate=generate, version=self._inner.version)
             task = asyncio.run_coroutine_threadsafe(episode.run(), self._loop)
             self._running[key] = _Running(episode, task)
             task.add_done_callback(partial(self._finished, key))
@@ -207,6 +208,7 @@ class TrajectoryEngine:
         return self._inner.stats() | self._counts | {"waiting_for_environments": waiting}
 
     def close(self) -> None:
+        """Cancel all episodes, stop their child processes and thread, and close the inner engine."""
         for running in self._running.values():
             running.task.cancel()
         self._in_loop(self._episodes.close())
@@ -220,9 +222,17 @@ class TrajectoryEngine:
         """End the wait of `step` because the inner engine has work; callable from any thread."""
         self._events.put(None)
 
-    def enqueue(self, request: _TurnRequest) -> None:
-        """Request a turn; called in the environments' thread."""
-        self._events.put(request)
+    async def _generate(
+        self, key: tuple[int, int], request: EpisodeRequest, token_ids: npt.NDArray[np.int32], *, turn: int, max_new_tokens: int
+    ) -> Generation:
+        """Request a turn of the trajectory `key` from the inner engine and return it; called in the environments' thread."""
+        generation: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        turn_request = GroupRequest(
+            group=turn_number(*key, turn), prompt_ids=token_ids, samples=(0,), rows=1, seed=request.seed,
+            sampling=replace(request.sampling, max_new_tokens=max_new_tokens), stream=turn_number(request.random_group, key[1], turn),
+        )  # fmt: skip
+        self._events.put(_TurnRequest(key, turn_request, generation))
+        return await generation
 
     def _finished(self, key: tuple[int, int], task: "Future[Trajectory]") -> None:
         self._events.put((key, task))
@@ -286,25 +296,6 @@ class TrajectoryEngine:
 
     def _in_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-
-@dataclass(slots=True)
-class _TurnGenerator:
-    """Generates the turns of one trajectory; used in the environments' thread."""
-
-    engine: TrajectoryEngine
-    key: tuple[int, int]
-    request: EpisodeRequest
-
-    async def __call__(self, token_ids: npt.NDArray[np.int32], *, turn: int, max_new_tokens: int) -> Generation:
-        request, (group, sample) = self.request, self.key
-        generation: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        turn_request = GroupRequest(
-            group=turn_number(group, sample, turn), prompt_ids=token_ids, samples=(0,), rows=1, seed=request.seed,
-            sampling=replace(request.sampling, max_new_tokens=max_new_tokens), stream=turn_number(request.random_group, sample, turn),
-        )  # fmt: skip
-        self.engine.enqueue(_TurnRequest(self.key, turn_request, generation))
-        return await generation
 
 
 def _turns(trajectory: Trajectory) -> int:

@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -335,7 +335,13 @@ def _described(
     from penstock.pipeline.scheduling.rules import preset
 
     points, distribution = _speeds(speed), parse(lengths)
-    settings = None if model is None else _settings(model, accelerators, engine_size, samples_per_prompt, distribution.longest)
+    settings = None
+    if model is not None:
+        from penstock.infra.backends.hardware import visible_gpus
+        from penstock.pipeline.launch.check.fit import memory_or_usual, planned
+
+        memory = (min(memory_or_usual(visible_gpus() or ("0",), notify)),) * accelerators  # the memory of the smallest GPU here
+        settings = planned(model, memory, engine_size=engine_size, samples_per_prompt=samples_per_prompt, longest=distribution.longest)
     if not train_speed > 0:
         raise ValueError(f"--train-speed {train_speed:g}: expected tokens per second above 0")
     sizes = STEP_SIZES if prompts_per_step is None else (prompts_per_step,)
@@ -391,15 +397,6 @@ def _from_run(
         step_sizes=(work.schedule.prompts_per_step,), in_flight=in_flight,
     )  # fmt: skip
     _show(cluster, plot=plot, json=json)
-
-
-def _settings(model: Path, accelerators: int, engine_size: int, samples_per_prompt: int, longest: float) -> Any:
-    """Return number of training accelerators -> settings, assuming GPUs with the memory of the smallest one here."""
-    from penstock.infra.backends.hardware import visible_gpus
-    from penstock.pipeline.launch.check.fit import memory_or_usual, planned
-
-    memory = (min(memory_or_usual(visible_gpus() or ("0",), notify)),) * accelerators
-    return planned(model, memory, engine_size=engine_size, samples_per_prompt=samples_per_prompt, longest=longest)
 
 
 def _speeds(text: str) -> list[tuple[int, float]]:

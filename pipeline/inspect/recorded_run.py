@@ -38,32 +38,15 @@ class RecordedRun:
         return self.reader.run
 
     @property
-    def rescored_from(self) -> str | None:
-        """Run from which `penstock replay score` copied prompts and samples to this run; None for any other run."""
-        run: str | None = (self._info.get("rescored_from") or {}).get("run")
-        return run
+    def info(self) -> dict[str, Any]:
+        """Facts determined when the run was created, such as digests of its files; {} if the registration was deleted."""
+        info: dict[str, Any] = json.loads(self.record.info) if self.record is not None else {}
+        return info
 
     @property
     def planned_steps(self) -> int:
         """Number of planned optimizer steps; 0 if the registration was deleted."""
-        return int(self._info.get("steps") or 0)
-
-    @property
-    def tokenizer_digest(self) -> str | None:
-        """SHA-256 (hexadecimal) of the tokenizer's files when the run was created."""
-        digest: str | None = self._info.get("digests", {}).get("tokenizer")
-        return digest
-
-    @property
-    def reward_sources(self) -> dict[str, str] | None:
-        """Reward function -> SHA-256 (hexadecimal) of its source when the run was created; None if an earlier release created the run."""
-        sources: dict[str, str] | None = self._info.get("reward_sources")
-        return sources
-
-    @property
-    def _info(self) -> dict[str, Any]:
-        info: dict[str, Any] = json.loads(self.record.info) if self.record is not None else {}
-        return info
+        return int(self.info.get("steps") or 0)
 
     @property
     def ended(self) -> bool:

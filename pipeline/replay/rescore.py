@@ -172,7 +172,7 @@ def score_run(
     keys = [*keys_of(request.overrides), *(["reward.functions"] if request.functions else [])]
     code = user_code(config, sections=() if request.write or take else ("reward",), overridden=keys)
     require_trusted(registration(log, run), trust=request.trust, notify=notify, code=code)
-    described = {"before": describe(source.config, sources=source.reward_sources), "after": describe(config)}
+    described = {"before": describe(source.config, sources=source.info.get("reward_sources")), "after": describe(config)}
     check(config)
     comparison, shown = Comparison(request.threshold), time.monotonic()
     missing = deleted(log, *(f"{run}.{topic}" for topic in ("prompts", "rollouts", "groups")))

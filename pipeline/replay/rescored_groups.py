@@ -338,7 +338,7 @@ class NewRun:
         """Copy prompts, samples and version 0, write a closed ledger without steps, and register the run."""
         self.commit()
         self.copy(notify=notify)
-        info = {**json.loads(self.source.record.info if self.source.record else "{}"), "rescored_from": origin}
+        info = {**self.source.info, "rescored_from": origin}
         manifest = self.copy_version(0)
         end = {"status": "finished", "reason": f"rescored from {self.source.run}: nothing was trained"}
         now = time.time_ns()

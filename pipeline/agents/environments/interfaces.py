@@ -184,8 +184,7 @@ async def _result(tools: Mapping[str, Callable[..., Any]], name: str, function: 
     except (TypeError, ValueError) as error:
         return f"error: wrong arguments for {name}: {error}"
     try:
-        result = tools[name](**arguments)
-        result = await result if inspect.isawaitable(result) else result
+        result = await _awaited(tools[name](**arguments))
     # A tool may raise any error: the policy reads it and can try again.
     except Exception as error:
         return f"error: {type(error).__name__}: {error}"

@@ -159,22 +159,17 @@ SCHEMES: Mapping[str, Callable[[str, Mapping[str, Any]], EnvironmentKind]] = {
 }
 
 
-def check_agent(source: str) -> None:
-    """Raise `PluginError` if the program in `agent:COMMAND` is not installed."""
-    program = next(iter(shlex.split(source.removeprefix(AGENT))), None)
-    if program is None:
-        raise PluginError('environment.source: "agent:" names no program; expected agent:COMMAND, such as agent:python agent.py')
-    if shutil.which(program) is None and program not in PYTHON:
-        raise PluginError(f"environment.source: {program} is neither a command on PATH nor an executable file")
-
-
 def check_source(source: str, *, rewards: Iterable[Sequence[str]]) -> None:
     """Raise `PluginError` if an agent's program is not on this machine, or if episodes of a class can have no reward.
 
     `rewards`: the sets of reward functions, of training and of evaluation.
     """
     if source.startswith(AGENT):
-        check_agent(source)
+        program = next(iter(shlex.split(source.removeprefix(AGENT))), None)
+        if program is None:
+            raise PluginError('environment.source: "agent:" names no program; expected agent:COMMAND, such as agent:python agent.py')
+        if shutil.which(program) is None and program not in PYTHON:
+            raise PluginError(f"environment.source: {program} is neither a command on PATH nor an executable file")
     elif any(set(functions) == {"environment"} for functions in rewards) and _unrewarded(split_options(source)[0]):
         raise PluginError(
             f"environment.source: {source} returns no rewards (it has neither step nor get_reward()), but reward.functions contains only "

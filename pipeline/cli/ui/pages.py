@@ -23,6 +23,7 @@ from penstock.pipeline.inspect.explain import as_json
 from penstock.pipeline.inspect.explain.text import as_page
 from penstock.pipeline.inspect.records import browse
 from penstock.pipeline.inspect.records.runs import list_runs, note_of, own_sizes
+from penstock.pipeline.inspect.report.figures import completions
 from penstock.pipeline.inspect.report.provenance import README, card_directory
 from penstock.pipeline.inspect.run_status import has_ended, status_of
 from penstock.pipeline.inspect.run_view import RunView
@@ -357,10 +358,7 @@ def _points(view: RunView, measure: str, positions: Mapping[int, float]) -> Iter
 
 def _examples(views_: Mapping[str, RunView]) -> list[tuple[str, list[Any]]]:
     """Held-out prompts that all runs have in common, with each run's newest greedy completion and its reward."""
-    newest: dict[str, dict[str, Any]] = {}
-    for name, view in views_.items():
-        recorded = json.loads(view.evals[max(view.evals)].labels.get("examples", "[]")) if view.evals else []
-        newest[name] = {str(example["prompt"]): example for example in recorded}
+    newest = {name: completions(view.evals[max(view.evals)]) if view.evals else {} for name, view in views_.items()}
     first = next(iter(newest.values()))
     return [(prompt, [newest[name][prompt] for name in newest]) for prompt in first if all(prompt in own for own in newest.values())]
 

@@ -11,13 +11,13 @@ import numpy as np
 from penstock.pipeline.inspect.audit.chunk_digests import TopicDigests, verify_versions
 from penstock.pipeline.inspect.audit.facts import (
     INCOMPLETE,
+    Anchor,
     DeadLetterFact,
     EntryFact,
     Facts,
     ManifestFact,
     Unusable,
     WorkerFact,
-    of_trainer,
 )
 from penstock.pipeline.inspect.audit.rules import as_object, oldest_trained, terms_of, trajectory_flaw
 from penstock.pipeline.inspect.audit.source import Source, Unreadable, plain
@@ -302,7 +302,8 @@ class Collector:
             worker.final = where.offset
         if measurement.kind == "eval" and measurement.version is not None:
             self.facts.evaluations[ledger.digest(record.value)] = measurement
-        if measurement.role == "trainer" and (anchor := of_trainer(where, measurement.values)) is not None:
+        if measurement.role == "trainer" and "step" in measurement.values:
+            anchor = Anchor(f"the trainer's measurement at {where}", int(measurement.values["step"]))
             self.facts.anchors = [*(other for other in self.facts.anchors if other.steps > anchor.steps), anchor]
 
     def _repeats(self, topic: str, number: int, value: bytes) -> bool:

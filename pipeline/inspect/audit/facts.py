@@ -53,11 +53,6 @@ def of_folder(directory: Path) -> list[Anchor]:
     return [*_checkpoints(directory / "checkpoints"), *_points(directory / "metrics.jsonl")]
 
 
-def of_trainer(where: object, values: dict[str, float]) -> Anchor | None:
-    """Return the anchor in a trainer's measurement; None before the first step."""
-    return Anchor(f"the trainer's measurement at {where}", int(values["step"])) if "step" in values else None
-
-
 def _checkpoints(directory: Path) -> list[Anchor]:
     """Return an anchor per readable checkpoint: the number of steps in its state."""
     anchors = []
@@ -355,7 +350,3 @@ class Facts:
             if manifests.setdefault(fact.manifest.version, fact).manifest.digest == fact.manifest.digest:
                 manifests[fact.manifest.version] = fact
         return manifests
-
-    def published_ns(self) -> dict[int, int]:
-        """Return version -> time of its first publication."""
-        return {fact.manifest.version: fact.manifest.created_ns for fact in reversed(self.manifests)}

@@ -125,7 +125,7 @@ def _samples(history: GroupHistory, shares_of: Mapping[int, SampleShare]) -> lis
     if rollouts.keys() - scored.keys():
         from penstock.pipeline.inspect.tables.token_texts import TokenTexts
 
-        texts = TokenTexts(history.run.config.model.path, history.run.tokenizer_digest)
+        texts = TokenTexts(history.run.config.model.path, history.run.info.get("digests", {}).get("tokenizer"))
     rows = []
     for number, rollout in sorted(rollouts.items()):
         record, result, share = first_rollouts.get(number, (None,))[0], scored.get(number), shares_of.get(number)

@@ -235,8 +235,8 @@ def _why(history: GroupHistory) -> str:
             return _why_stale(history)
         case "open":
             return f"waits for {_waits_for(history)}"
-        case "unused" if run.rescored_from is not None:
-            return f"this run re-scores {run.rescored_from} and was never trained; train from it: penstock replay train {run.run}"
+        case "unused" if origin := run.info.get("rescored_from"):
+            return f"this run re-scores {origin['run']} and was never trained; train from it: penstock replay train {run.run}"
         case "unused":
             closed = run.past.ledger_state.closed
             reason = json.loads((closed and closed.details) or "{}").get("reason")

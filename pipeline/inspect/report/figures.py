@@ -77,7 +77,7 @@ def examples(view: RunView) -> list[dict[str, Any]]:
     versions = sorted(view.evals)
     if len(versions) < 2:
         return []
-    before, after = (_completions(view.evals[version]) for version in (versions[0], versions[-1]))
+    before, after = (completions(view.evals[version]) for version in (versions[0], versions[-1]))
     return [
         {"prompt": prompt, "before": {"version": versions[0], **before[prompt]}, "after": {"version": versions[-1], **after[prompt]}}
         for prompt in before
@@ -100,8 +100,8 @@ def one_line(text: str, limit: int) -> str:
     return line if len(line) <= limit else f"{line[:half]} … {line[-half:]}"
 
 
-def _completions(measured: Measurement) -> dict[str, dict[str, Any]]:
-    """Return prompt -> completion and reward; empty if the evaluator did not record completions in this format."""
+def completions(measured: Measurement) -> dict[str, dict[str, Any]]:
+    """Return prompt -> `completion` and `reward` of an evaluation's examples; {} if it has none in this format."""
     try:
         recorded = json.loads(measured.labels.get("examples", "[]"))
         return {str(example["prompt"]): {"completion": str(example["completion"]), "reward": example["reward"]} for example in recorded}

@@ -95,14 +95,11 @@ class Chunks:
         self._number += 1
         self._rows, self._rollouts, self._characters, self._tokens = [], [], 0, 0
 
-    def shrink(self, max_bytes: int) -> bool:
-        """Drop the oldest chunks, tokens before texts, until they fit into `max_bytes`; True if any was dropped."""
-        dropped = False
-        for pieces in (self.tokens, self.texts):
-            while pieces and self.bytes > max_bytes:
-                del pieces[min(pieces)]
-                dropped = True
-        return dropped
+    def shrink(self, max_bytes: int) -> None:
+        """Drop the oldest chunks, tokens before texts, until they fit into `max_bytes`."""
+        for chunks in (self.tokens, self.texts):
+            while chunks and self.bytes > max_bytes:
+                del chunks[min(chunks)]
 
     @property
     def bytes(self) -> int:

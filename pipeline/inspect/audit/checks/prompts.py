@@ -61,7 +61,7 @@ def arithmetic(facts: Facts) -> Iterator[Violation]:
 @check("backpressure", "no prompt before the version that admits it", prompts=PROMPTS)
 def backpressure(facts: Facts) -> Iterator[Violation]:
     """Prompts beyond the slots that the run's steps need must not be admitted either."""
-    terms, published = facts.terms, facts.published_ns()
+    terms, published = facts.terms, {fact.manifest.version: fact.manifest.created_ns for fact in reversed(facts.manifests)}
     needed_slots, comparable = terms.steps * terms.prompts_per_step + terms.oversample_groups, one_clock(facts)
     query = "SELECT group_id, slot, created_ns, partition, offset FROM lifecycles WHERE slot IS NOT NULL ORDER BY group_id"
     for group, slot, created_ns, *where in facts.rows(query):

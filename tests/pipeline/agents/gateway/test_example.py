@@ -12,7 +12,7 @@ import pytest
 from penstock.infra.engines.base import Sampling
 from penstock.pipeline.agents.driver import Limits
 from penstock.pipeline.agents.engine import open_episodes
-from penstock.pipeline.agents.environments.sources import check_agent
+from penstock.pipeline.agents.environments.sources import check_source
 from penstock.pipeline.agents.record import EpisodeRequest, Trajectory
 from penstock.pipeline.config.load import load
 from penstock.pipeline.config.plugins import PluginError
@@ -70,7 +70,7 @@ def test_the_examples_calculator_evaluates_arithmetic_alone() -> None:
 
 
 def test_a_program_that_is_not_there_is_named_before_a_run_begins(tmp_path: Path) -> None:
-    check_agent("agent:python agent.py")
+    check_source("agent:python agent.py", rewards=())
     for source, reason in (("agent:", "names no program"), (f"agent:{tmp_path / 'none'} x", "is neither a command on PATH")):
         with pytest.raises(PluginError, match=reason):
-            check_agent(source)
+            check_source(source, rewards=())
