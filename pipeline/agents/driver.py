@@ -77,8 +77,6 @@ class Episode:
     generate: Generate
     on_loss: Callable[[str], None] = lambda _: None
     """Called with one line for each recovered failure."""
-    attempt: int = 0
-    """Number of restarts without the generated turns."""
     version: int = 0
     """Policy version at the start."""
     episode_state: EpisodeState = field(init=False)
@@ -101,7 +99,6 @@ class Episode:
             except _Diverged as diverged:
                 self.on_loss(str(diverged))
                 self._recorded_turns.clear()
-                self.attempt += 1
             except EnvironmentBroken as broken:
                 failures += 1
                 if failures > self.limits.retries:
@@ -112,7 +109,6 @@ class Episode:
                 self._leave()
             if not self.limits.replay:
                 self._recorded_turns.clear()
-                self.attempt += 1
             self._start()
 
     def ended(self, finish: Literal["stop", "length", "abort"], *, cause: str | None = None) -> Trajectory:

@@ -140,7 +140,7 @@ def trajectory_flaw(rollout: Rollout) -> str | None:
     for name, has in (("in the loss mask", rollout.loss_mask), ("with a logprob", ~np.isnan(rollout.behaviour_logprobs))):
         if (wrong := np.flatnonzero(np.asarray(has) != generated)).size:
             ours = generated[wrong[0]]
-            return f"token {wrong[0]} is {'not ' * bool(ours)}{name}, {'and' if ours else 'but not'} the policy's"
+            return f"token {wrong[0]} is {'not ' * bool(ours)}{name}, although the policy {'generated' if ours else 'did not generate'} it"
     starts = {start: prompt for start, _, prompt in rollout.segments or ()}
     if starts and any(generated[start : start + prompt].any() for start, prompt in starts.items()):
         return "the prompt of a segment contains generated tokens"

@@ -22,7 +22,7 @@ def true(facts: Facts) -> Iterator[Violation]:
         if facts.deleted(fact.about):
             continue
         if body is None and fact.about.topic != RUNS_TOPIC:  # the topic of all runs is compacted: the record may be deleted
-            yield Violation(text=f"a dead letter names {fact.about}, which has no record", where=fact.where)
+            yield Violation(text=f"a dead letter names {fact.about}, where there is no record", where=fact.where)
         elif body is not None and body != fact.body:
             yield Violation(text=f"a dead letter for {fact.about} contains other bytes than the record", where=fact.where)
 
