@@ -171,7 +171,7 @@ class Episode:
         return await self._finished("length", self._conversation.turns - 1)
 
     def _shortened(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Truncate the text of an environment's message to `max_result_tokens`."""
+        """Return an environment's message, cut to `environment.max_result_tokens` if it is longer."""
         limit, content = self.limits.result_tokens, message.get("content")
         if limit is None or not content:
             return message
@@ -202,11 +202,11 @@ class Episode:
         return list(observed["tools"])
 
     def _tools_of_row(self) -> Sequence[Mapping[str, Any]] | None:
-        """The tools in the row's column, for an environment without tools that parses tool calls itself."""
+        """Return the tools in the row's column, None if there are none, for an environment without tools that parses tool calls itself."""
         return tools_of(self.request.row.get(TOOLS)) if isinstance(self.template, ChatTemplate) else None
 
     async def _finished(self, finish: Literal["stop", "length"], turn: int) -> Trajectory:
-        """End the trajectory of a working environment; a reward for the episode is added to that of its last turn."""
+        """End the trajectory and return it; the environment's reward for the episode is added to that of turn `turn`."""
         reward = await self._call("reward", {}, self.limits.step_timeout_s)
         if turn >= 0:
             self.episode_state.rewards[turn] = self.episode_state.rewards.get(turn, 0.0) + (reward or 0.0)
@@ -258,7 +258,7 @@ def _with_refused_calls(messages: list[dict[str, Any]], refused: Sequence[str]) 
 
 
 def seed_of(row: Mapping[str, Any], *, seed: int, group: int) -> int:
-    """The seed of a group's environment: the row's `seed`, or a hash of the run's seed and the group.
+    """Return the seed of a group's environment: the row's `seed`, or a hash of the run's seed and the group.
 
     All samples of a group start in the same state, so that their rewards can be compared.
     """

@@ -119,7 +119,7 @@ def trajectory_of(
 
 
 def _marked(messages: Sequence[dict[str, Any]], generated: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the messages with the key `GENERATED` on exactly those that the policy generated, given by index."""
+    """Return the messages with the key `GENERATED` on exactly those that the policy generated (their indices)."""
     unmarked = [{key: value for key, value in message.items() if key != GENERATED} for message in messages]
     for index in generated:
         unmarked[index][GENERATED] = True
@@ -127,7 +127,7 @@ def _marked(messages: Sequence[dict[str, Any]], generated: Sequence[int]) -> lis
 
 
 def _spans(versions: npt.NDArray[np.int32], version: int) -> tuple[Span, ...]:
-    """The policy versions of tokens as spans; one empty span if there are no tokens."""
+    """Return the policy versions of tokens as spans; one empty span if there are no tokens."""
     if not len(versions):
         return (Span(version, 0),)
     starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()]

@@ -101,7 +101,7 @@ def at(bootstrap: str, security: list[str] | None, *, attends: bool = False, sta
 
 @contextmanager
 def on_broker(run: str, bootstrap: str, security: list[str] | None, *, executes: bool = False) -> Iterator[tuple["KafkaLog", str]]:
-    """Connect to the broker and yield (log, run id) for a run id, a unique prefix or `latest`. Raises `RunNotFound`.
+    """Connect to the broker and yield (log, run id) for a run id, a unique prefix or `latest`. Raises `ConfigError` for an unknown run.
 
     `executes` is for commands that execute the run's code: `latest` is then the latest run of this user.
     """

@@ -408,7 +408,7 @@ def _speeds(text: str) -> list[tuple[int, float]]:
 
 
 def _show(cluster: "Cluster", *, plot: Path | None, json: bool) -> None:
-    """Search the best split of a cluster, print it, and plot all splits if `plot` is given."""
+    """Search the best split of a cluster, print it, and plot all splits to the file `plot` unless it is None."""
     from penstock.pipeline.launch.planning.rendering import plan_as_json, plan_as_text
     from penstock.pipeline.launch.planning.search import search
 

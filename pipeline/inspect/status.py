@@ -122,7 +122,7 @@ class SteadyBottleneck:
     _since_s: float = 0.0
 
     def update(self, current: Bottleneck | None, *, now_s: float) -> Bottleneck | None:
-        """Return the bottleneck to show, given the newly computed one: another role is shown only once it has lasted."""
+        """Return the bottleneck to show after `current` was computed: another role is shown only once it has lasted."""
         if current is None or self.shown is None or current.who == self.shown.who:
             self.shown, self._other = current, None
         elif current.who != self._other:

@@ -47,7 +47,7 @@ class TextEpisode:
         return Observation(messages=_messages(text, "reset"))
 
     async def step(self, message: Message) -> Observation:
-        """The observation after a turn of the policy, whose text is the action."""
+        """Pass the text of the policy's turn to the environment as the action. Raises `EnvironmentFault` for a wrong result."""
         result = await _awaited(self._environment.step(message.get("content") or ""))
         if not isinstance(result, tuple | list) or len(result) != 3:
             raise EnvironmentFault(f"step returned {str(result)[:80]!r}, expected (text, reward, ended)")
@@ -76,13 +76,13 @@ class ToolEpisode:
         return Observation(messages=_messages(result, "reset"))
 
     async def step(self, message: Message) -> Observation:
-        """Results of the policy's tool calls; an exception of a tool becomes its result."""
+        """Run the tool calls in the policy's turn and return their results; an exception of a tool becomes its result."""
         calls = message.get("tool_calls") or ()
         results = [await call_tool(self._tools, call) for call in calls]
         return Observation(messages=tuple(results), ended=not calls)
 
     async def reward(self) -> float | None:
-        """The episode's reward at its end; None if there is no `get_reward`."""
+        """Return the episode's reward at its end; None if there is no `get_reward`."""
         get_reward = getattr(self._environment, "get_reward", None)
         return None if get_reward is None else _number(await _awaited(get_reward()), "get_reward")
 
@@ -94,7 +94,7 @@ Episode = TextEpisode | ToolEpisode
 
 
 def episode_of(environment: Any) -> Episode:
-    """An episode of an environment with either interface. Raises `EnvironmentFault` if it has neither."""
+    """Return an episode of an environment with either interface. Raises `EnvironmentFault` if it has neither."""
     if not callable(getattr(environment, "reset", None)):
         raise EnvironmentFault(f"environment {type(environment).__name__} has no method reset, which starts an episode")
     if callable(getattr(environment, "step", None)):
@@ -110,7 +110,7 @@ def waits(kind: Any) -> bool:
 
 
 def fitting(function: Callable[..., Any], items: Mapping[str, Any]) -> dict[str, Any]:
-    """The items that a function accepts as keyword arguments."""
+    """Return those items that a function accepts as keyword arguments."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return dict(items)
@@ -143,13 +143,13 @@ def _number(reward: Any, method: str) -> float | None:
 
 
 def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
-    """The public methods of an environment by name, except those of the interface."""
+    """Return name -> tool: the public methods of an environment except those of the interface."""
     names = [name for name in dir(environment) if not name.startswith("_") and name not in NOT_TOOLS]
     return {name: method for name in names if callable(method := getattr(environment, name)) and inspect.isroutine(method)}
 
 
 def schema_of(name: str, method: Callable[..., Any]) -> dict[str, Any]:
-    """A tool's description for the chat template: docstring, and parameters with types and docs (Google style)."""
+    """Describe a tool for the chat template, in OpenAI's format, from its signature and its Google-style docstring."""
     hints = get_type_hints(method)
     text = inspect.getdoc(method) or ""
     head, *_ = re.split(r"\n\s*(?:Args|Arguments|Parameters|Returns|Raises):", text)

@@ -107,7 +107,7 @@ class OpenEnvText:
             pause = min(2 * pause, 2.0)
 
     async def step(self, action: str) -> tuple[str, float, bool]:
-        """Text, reward, True at the end; an action that the server rejects costs a turn and changes nothing."""
+        """Take an action; return text, reward, and True at the end. An action that the server rejects costs a turn and changes nothing."""
         data = self._action(action)
         if isinstance(data, str):
             return data, 0.0, False
@@ -137,7 +137,7 @@ class OpenEnvText:
         return response
 
     def _action(self, completion: str) -> dict[str, Any] | str:
-        """The action's fields, or an error message for the policy."""
+        """Convert the policy's text to the fields of an action, or return an error message for the policy."""
         text, field = completion.strip(), self._server.action
         if field is not None:
             kind = self._server.fields[field]

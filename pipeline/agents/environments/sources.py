@@ -71,7 +71,7 @@ class GymnasiumText:
         return self._shown(self._environment.reset(seed=seed)[0])
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """Text, reward, True at the end; an invalid action costs a turn and changes nothing."""
+        """Take an action; return text, reward, and True at the end. An invalid action costs a turn and changes nothing."""
         text = action.strip()
         if not text.isdecimal() or int(text) >= self._actions:
             return f"{text[:40]!r} is not an action: write a number from 0 to {self._actions - 1}", 0.0, False
@@ -103,6 +103,7 @@ class TextArenaGame:
         self._numbers: Any = None
 
     def reset(self, *, seed: int) -> str:
+        """Start the game and return its first messages. Raises `PluginError` if it is not for a single player."""
         shared_state = random.getstate()
         try:
             self._game.reset(num_players=1, seed=seed)
@@ -114,6 +115,7 @@ class TextArenaGame:
         return self._new_messages()
 
     def step(self, action: str) -> tuple[str, float, bool]:
+        """Make a move; return the new messages, and after the last move "", the reward and True."""
         shared_state = random.getstate()
         random.setstate(self._numbers)
         try:
@@ -127,7 +129,7 @@ class TextArenaGame:
         return "", float((rewards or {}).get(0, 0.0)), True
 
     def _new_messages(self) -> str:
-        """Messages of the game to the player since the last call."""
+        """Return the messages of the game to the player since the last call."""
         _, messages = self._game.get_observation()
         return "\n".join(text.strip() for speaker, text, *_ in messages if speaker == GAME)
 

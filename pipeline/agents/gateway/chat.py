@@ -81,7 +81,7 @@ def chat_request(body: Any) -> ChatRequest:
 
 
 def completion(request: ChatRequest, turn: AssistantTurn, generation: Generation, context: Context) -> dict[str, Any]:
-    """Return the chat completion (the API's response) for a generated turn after `context`, with the fields that `request` asks for."""
+    """Return the chat completion (the API's response) for a generated turn after `context`, with the fields that `request` selects."""
     token_ids, prompt = generation.token_ids[: turn.tokens], len(context.token_ids)
     choice: dict[str, Any] = {"index": 0, "message": turn.message, "finish_reason": turn.finish_reason, "logprobs": None}
     if request.logprobs:
@@ -202,7 +202,7 @@ class AgentSession:
         return max(self.completions, default=-1)
 
     def record(self) -> tuple[list[dict[str, Any]], list[int]]:
-        """The messages of all completed turns, in the order of their requests, and the indices of the generated ones.
+        """Return the messages of all completed turns, in the order of their requests, and the indices of the generated ones.
 
         A request that continues an earlier turn contributes its new messages; any other request contributes all of its messages.
         """
@@ -214,7 +214,7 @@ class AgentSession:
         return messages, generated
 
     async def chat(self, body: Any, *, retry: bool = False) -> tuple[ChatRequest, dict[str, Any]]:
-        """Generate the turn for a request; returns the parsed request and its chat completion. `retry`: the client repeats a request.
+        """Generate the turn for a request's body; return the parsed request and its chat completion. `retry`: the client repeats a request.
 
         If the caller is cancelled, a later request with the same body receives the turn. Raises `BadRequest`, `TrajectoryEnded`.
         """

@@ -69,7 +69,7 @@ class Gateway:
         await self._server.close()
 
     async def _chat(self, request: Request) -> Response:
-        """Generate the turn that a request for a chat completion asks for."""
+        """Generate the turn for a request, and return its chat completion."""
         session = self._session(request)
         body, replaced = await _body(request)
         session.replaced = max(session.replaced, replaced)
@@ -119,7 +119,7 @@ async def _body(request: Request) -> tuple[Any, int]:
 
 
 async def _unless_disconnected(request: Request, work: Any) -> Any:
-    """The result of `work`; None if the client disconnects first."""
+    """Return the result of `work`; cancel it and return None if the client disconnects first."""
     result, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({result, disconnected}, return_when=asyncio.FIRST_COMPLETED)
@@ -135,7 +135,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def command_of(source: str, row: Mapping[str, Any]) -> list[str]:
-    """The program and arguments in `agent:COMMAND`, with each `{column}` replaced by the row's value; no shell is used.
+    """Return the program and arguments in `agent:COMMAND`, with each `{column}` replaced by the row's value; no shell is used.
 
     `python` is the interpreter of this process.
     """
@@ -149,7 +149,7 @@ def command_of(source: str, row: Mapping[str, Any]) -> list[str]:
 
 
 def version_of(source: str) -> str | None:
-    """First 16 digits of the SHA-256 of all files among a command's arguments; None if there are none."""
+    """Return the first 16 digits of the SHA-256 of all files among a command's arguments; None if there are none."""
     words = shlex.split(source.removeprefix(AGENT))
     files = [Path(word) for word in words[1:] if Path(word).is_file()]
     return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16] if files else None
@@ -180,7 +180,7 @@ class AgentClock:
         self.changed.set()
 
     def remaining_s(self, limits: Limits) -> float | None:
-        """Seconds until the agent's timeout; None while a turn is generated for it."""
+        """Return the seconds until the agent's timeout; None while a turn is generated for it."""
         if self._generating:
             return None
         silent = self.now() - self._since
@@ -244,7 +244,7 @@ class AgentEpisode:
         )
 
     async def _run_once(self) -> Trajectory:
-        """One attempt: start the program with a new API key and wait for its exit. Raises `EnvironmentBroken`."""
+        """Start the program with a new API key, wait for its exit and return its trajectory. Raises `EnvironmentBroken` if it fails."""
         limits = self.limits
         clock = self._clock = AgentClock()
         conversation, bounds = Conversation(self.template, history=limits.history), (limits.turn_tokens, limits.trajectory_tokens)
@@ -292,14 +292,14 @@ class AgentEpisode:
         return f"{each}, {limits.trajectory_timeout_s:g} s in all (environment.trajectory_timeout_s)"
 
     def _row(self) -> dict[str, Any]:
-        """Input of the program: the row's columns, prompt text and messages, seed and sample number."""
+        """Return the program's input: the row's columns, prompt text and messages, seed and sample number."""
         request = self.request
         messages = json.loads(request.messages) if request.messages else [{"role": "user", "content": request.prompt}]
         prompt = text_of(messages[-1]) if request.messages else request.prompt
         return with_facts(request.row, {"prompt": prompt, "messages": messages, "seed": self.seed, "sample": self.sample})
 
     def _environment(self, key: str) -> dict[str, str]:
-        """Environment variables that point an agent program at the gateway; `key` identifies its trajectory."""
+        """Return the environment variables that point an agent program at the gateway; `key` identifies its trajectory."""
         url = self.gateway.base_url
         return {
             "OPENAI_BASE_URL": url,

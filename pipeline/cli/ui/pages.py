@@ -105,13 +105,13 @@ def card(address: Address) -> Page:
 
 
 def frame(address: Address) -> dict[str, Any]:
-    """What the head of every page of a run shows."""
+    """What the head of every page of a run shows: status, number of dead letters, and whether the run is live."""
     view = address.watched.update()
     return {"run": address.run, "status": status_of(view), "dead_letter_count": len(view.dead_letters), "live": not has_ended(view)}
 
 
 def framed(template: str) -> Callable[[Address], Page]:
-    """A page whose script reads what it shows."""
+    """The function of a page whose template needs only `frame`, because its script requests the rest."""
     return lambda address: (template, frame(address))
 
 
@@ -292,7 +292,7 @@ def config(address: Address) -> Page:
 
 
 def compare(address: Address) -> Page:
-    """Curves of several runs, what their effective configurations have different, and their completions of the same held-out prompts."""
+    """Curves of several runs, the differences between their configurations, and their completions of the same held-out prompts."""
     names = [resolve(address.runs.log, name) for name in dict.fromkeys(address.query.getlist("run"))]
     if not 1 < len(names) <= COMPARED:
         raise ConfigError(f"choose two to {COMPARED} runs to compare, not {len(names)}")
@@ -342,7 +342,7 @@ def _compared(views_: Mapping[str, RunView], by: str) -> Iterator[dict[str, Any]
     positions = {name: _positions(view, by) for name, view in views_.items()}
     for measure, title in MEASURES.items():
         series = [curve(name, _points(view, measure, positions[name])) for name, view in views_.items()]
-        if any(drawn["y"] for drawn in series):
+        if any(each["y"] for each in series):
             yield {"title": title, "unit": "", "x": by, "series": series, "dots": measure == "solved"}
 
 
@@ -357,7 +357,7 @@ def _points(view: RunView, measure: str, positions: Mapping[int, float]) -> Iter
 
 
 def _examples(views_: Mapping[str, RunView]) -> list[tuple[str, list[Any]]]:
-    """Held-out prompts that all runs have in common, with each run's newest greedy completion and its reward."""
+    """Return (prompt, example of each run) for the held-out prompts that the newest evaluations of all runs have in common."""
     newest = {name: completions(view.evals[max(view.evals)]) if view.evals else {} for name, view in views_.items()}
     first = next(iter(newest.values()))
     return [(prompt, [newest[name][prompt] for name in newest]) for prompt in first if all(prompt in own for own in newest.values())]

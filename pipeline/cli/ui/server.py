@@ -78,7 +78,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """The address to open, with the token; whoever knows it can read all runs."""
+        """The address to open, with the token, which allows reading all runs."""
         return f"http://{HOST}:{self.server_address[1]}/{self.token}/"
 
     def serve_forever(self) -> None:

@@ -123,7 +123,7 @@ class WatchedRun:
             return self.view
 
     def _recall_steps(self) -> None:
-        """Add the steps that a saved view has forgotten, with their metrics; steps but the last lose their groups if those are settled."""
+        """Add the steps that a saved view has dropped, from the index; steps whose groups the view has counted keep no groups."""
         table = self._indexed().steps()
         for row in table.set_column(table.column_names.index("committed"), "committed", table["committed"].cast("int64")).to_pylist():
             step, version, time_ns = row["step"], row["version"] or 0, row["committed"]
@@ -143,7 +143,7 @@ class WatchedRun:
                 self._newest = [*self._newest[1 - NEWEST :], folded.group]
 
     def page(self) -> run_facts.Facts:
-        """Facts, curves and newest samples, at most as old as a second, or as long as it takes to compute them."""
+        """What the run's page shows; computed again at most once a second, and less often if that takes long."""
         with self.lock:
             started = time.monotonic()
             view = self.update()
@@ -158,7 +158,7 @@ class WatchedRun:
             return self._page[1]
 
     def read(self, numbers: Sequence[int]) -> dict[int, Group]:
-        """The outcomes of these groups, in that order; without those that were deleted or cannot be decoded."""
+        """Decode the outcomes of these groups: number -> group, in the order of `numbers`, without deleted and undecodable ones."""
         positions = self._positions(numbers)
         wanted: dict[int, list[int]] = {}
         for partition, offset in positions.values():
@@ -176,7 +176,7 @@ class WatchedRun:
         return decoded
 
     def _positions(self, numbers: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """Group -> partition and offset of its outcome, in that order; those before a saved view are in the index."""
+        """Return group -> (partition, offset) of its outcome, in the order of `numbers`; groups before a saved view are in the index."""
         positions = {number: self._offsets[number] for number in numbers if number in self._offsets}
         if len(positions) < len(numbers) and self._restored:
             listed = self.groups()
@@ -207,7 +207,7 @@ class WatchedRun:
         return next(iter(self.groups().page(Filters(group=(number, number)))["rows"]), None)
 
     def list_groups(self, where: Filters, payload: PayloadFilter, *, order: str = "newest", after: str | None = None) -> dict[str, Any]:
-        """One page of the list, for JSON: `rows`, `matched` of `total` groups or those `searched`, and `next`, after which to continue."""
+        """A page of the list, for JSON: `rows`, `matched` of `total` groups or those `searched`, and `next`, after which to continue."""
         listed = self.groups()
         if not any(payload):
             page = listed.page(where, order=order, after=after, limit=PAGE)
@@ -224,7 +224,7 @@ class WatchedRun:
                 return {"rows": _rows(matches), "matched": None, "searched": searched, "total": page["groups"], "next": after}
 
     def detail(self, number: int, *, sample: int | None = None) -> dict[str, Any]:
-        """One group with texts and tokens, for JSON; of one with many tokens those of `sample`, or of its first samples. {} if unknown."""
+        """A group with its texts, for JSON, {} if unknown; tokens are those of `sample`, or else of as many samples as are not too many."""
         with self.lock:
             view = self.update()
             row = self.row(number)
@@ -273,7 +273,7 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _group(group: Group, texts: TokenTexts, advantages: Advantages, *, sample: int | None) -> dict[str, Any]:
-    """Texts and tokens of a group; NaN for an unknown number, which the server sends as null."""
+    """Convert a group to plain data with texts and tokens; an unknown number is NaN, which the server sends as null."""
     samples, budget, ids = list[dict[str, Any]](), DETAILED_TOKENS, set[int]()
     for scored, advantage in zip(group.samples, advantages.of(group).tolist(), strict=True):
         rollout = scored.rollout
@@ -342,7 +342,7 @@ class Runs:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __getitem__(self, run: str) -> WatchedRun:
-        """The run, opened if it is not; the one that was not used for the longest time is closed instead."""
+        """Return the run, opened if it is not; if too many are open, the least recently used one is closed."""
         with self._lock:
             watched = self._opened.setdefault(run, WatchedRun(self.log, run))
             self._opened.move_to_end(run)

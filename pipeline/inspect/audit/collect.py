@@ -114,7 +114,7 @@ class Collector:
         """(topic, number) -> hash of the first record with this number."""
 
     def take(self, record: Record, topic: str) -> None:
-        """Add the facts about a record; one that cannot be used is added to the unusable ones."""
+        """Add the facts about a record of a topic; an unusable record is a fact too."""
         where = self.note(record)
         fold = _FOLDS.get(topic)
         if fold is not None:
@@ -134,7 +134,7 @@ class Collector:
         return where
 
     def refuse(self, record: Record, kind: str, reason: str) -> None:
-        """Add a record to the unusable ones, with the group and samples that its headers name."""
+        """Add an unusable record with the reason, and the group and samples that its headers name."""
         where = RecordId(plain(record.topic, self.facts.run), record.partition, record.offset)
         self.facts.unusable.append(Unusable(where, kind, reason, *self._claims(record, where.topic)))
 

@@ -11,7 +11,7 @@ from penstock.infra.errors import PenstockError
 from penstock.infra.log import Log
 from penstock.pipeline.algorithms.registry import LOSSES
 from penstock.pipeline.config.load import Config
-from penstock.pipeline.inspect.explain.group_history import GroupHistory, read_group, shown_place, stages, stale_facts, why
+from penstock.pipeline.inspect.explain.group_history import GroupHistory, read_group, record_name, stages, stale_facts, why
 from penstock.pipeline.inspect.recorded_run import StoredDeadLetter, read_run
 from penstock.pipeline.inspect.report.formats import rebased_fields
 from penstock.pipeline.learner import micro_batches
@@ -107,7 +107,7 @@ def _prompt(read: Read[Any] | None) -> dict[str, Any] | None:
     if read is None or (prompt := read.payload) is None:
         return None
     return {
-        "place": shown_place(read.record),
+        "place": record_name(read.record),
         "admitted_s": prompt.created_ns / NS,
         **_fields(prompt, "slot", "min_version", "samples_per_prompt", "epoch", "row"),
         "tokens": len(prompt.token_ids),
@@ -132,7 +132,7 @@ def _samples(history: GroupHistory, shares_of: Mapping[int, SampleShare]) -> lis
         rows.append(
             {
                 "sample": number,
-                "place": record and shown_place(record),
+                "place": record and record_name(record),
                 "worker": rollout.worker,
                 "counts": number in counted,
                 "versions": _spans(rollout),
@@ -204,7 +204,7 @@ def _outcome(read: Read[Group] | None) -> dict[str, Any] | None:
         return None
     return {
         "reason": read.payload and read.payload.reason,
-        "place": shown_place(read.record),
+        "place": record_name(read.record),
         "scored_s": read.payload and read.payload.scored_ns / NS,
         **_fields(read.headers, "outcome", "parts", "worker", "policy_version_min", "policy_version_max"),
         **_fields(read.headers, "samples", "tokens", "reward_mean", "sha256"),
@@ -269,7 +269,7 @@ def _records(history: GroupHistory) -> list[dict[str, Any]]:
     """Return a row per record of the group, with what it `is`; `counts` is False for duplicates and unusable records."""
 
     def row(record: Record, text: str, *, counts: bool) -> dict[str, Any]:
-        return {"place": shown_place(record), "time_s": record.timestamp_ms / 1000, "is": text, "counts": counts}
+        return {"place": record_name(record), "time_s": record.timestamp_ms / 1000, "is": text, "counts": counts}
 
     rows = [row(read.record, "prompt", counts=not read.repeats) for read in history.prompts if read.payload is not None]
     counted = history.counted
@@ -290,7 +290,7 @@ def _dead_letter(stored: StoredDeadLetter) -> dict[str, Any]:
     dead_letter = stored.dead_letter
     return {
         "offset": stored.offset,
-        "of": shown_place(dead_letter),
+        "of": record_name(dead_letter),
         **_fields(dead_letter, "kind", "reason", "worker"),
         "time_s": dead_letter.time_ns / NS,
     }

@@ -50,7 +50,7 @@ STAGES: Sequence[tuple[str, str, str]] = (
 
 
 def stages(timestamps: GroupTimestamps) -> list[dict[str, Any]]:
-    """Return the stages whose start and end are known: `name`, `begins_s` after the group's admission, duration in `seconds`.
+    """Return the stages with a recorded start and end: `name`, `begins_s` after the group's admission, duration in `seconds`.
 
     A duration is negative if the clocks of two machines differ.
     """
@@ -300,6 +300,6 @@ def _waits_for(history: GroupHistory) -> str:
     return "a rollout worker; none of its samples is in the log"
 
 
-def shown_place(record: Record | DeadLetter) -> str:
+def record_name(record: Record | DeadLetter) -> str:
     """Return the topic without the run id, the partition and the offset of a record: "groups/0/17"."""
     return f"{record.topic.rpartition('.')[2]}/{record.partition}/{record.offset}"

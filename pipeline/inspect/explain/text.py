@@ -214,7 +214,7 @@ def _number(value: float | None, *, digits: int = 6) -> str:
 
 
 def _short(text: str, shown: int = SHOWN_TEXT) -> str:
-    """Shorten a long text to its start and end and its length; the end is kept because a chat template has the question there."""
+    """Shorten a long text to its start and end and its length; the end is needed because a chat template has the question there."""
     if len(text) <= shown:
         return text
     return f"{text[: shown // 3]} … {text[-(shown - shown // 3) :]} ({len(text)} characters)"

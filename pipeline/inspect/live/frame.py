@@ -57,7 +57,7 @@ def frame(
 ) -> RenderableType:
     """Return the frame for a terminal of `width` columns and `height` lines; reward, remaining time and bottleneck are in its first lines.
 
-    `silent` maps a worker to the seconds since its last report; `status`, if given, is shown instead of the status in the log; `steady`
+    `silent` maps a worker to the seconds since its last report; `status`, if not None, is shown instead of the status in the log; `steady`
     delays a changed bottleneck, and is None for a single frame.
     """
     status = status or status_of(view)

@@ -172,7 +172,7 @@ def _read(record: Record, run: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert bytes in a nested value to text; of long ones only the start and the length."""
+    """Convert bytes in a nested value to text; only length and start of long bytes are shown."""
     if isinstance(value, bytes):
         return _text(value[:SHOWN_BYTES]) if len(value) <= SHOWN_BYTES else f"{len(value)} bytes, {value[:SHOWN_BYTES].hex()}…"
     if isinstance(value, list):

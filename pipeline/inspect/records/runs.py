@@ -86,7 +86,7 @@ def reported_reward(folder: Path) -> float | None:
 
 
 def log_bytes(sizes: dict[str, int], run: str) -> int:
-    """Return the bytes of a run's topics, given topic -> bytes."""
+    """Return the bytes of a run's topics from topic -> bytes."""
     return sum(size for topic, size in sizes.items() if topic.startswith(f"{run}."))
 
 

@@ -149,7 +149,7 @@ def _body(facts: Predicate) -> Iterable[str]:
 
 
 def _evaluation(measured: Mapping[str, Any]) -> list[Any]:
-    """Return the cells of one evaluation in the table of the card; each accuracy with its interval if that is known."""
+    """Return the cells of one evaluation in the table of the card; each accuracy with its interval if there is one."""
     intervals = [
         f"{measured[name]:.3f} [{measured[f'{prefix}_low']:.3f}, {measured[f'{prefix}_high']:.3f}]"
         if None not in (measured.get(name), measured.get(f"{prefix}_low"), measured.get(f"{prefix}_high"))

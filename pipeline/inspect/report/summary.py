@@ -97,7 +97,7 @@ def gone_from(log: Log, run: str) -> list[str]:
 
 
 def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
-    """Compute the report from a run's view; its keys are those of `penstock report --json`. `gone`: see `gone_from`."""
+    """Compute the report that `penstock report --json` prints. `gone` has a sentence per partition with deleted records."""
     steps, slowest = [view.steps[number] for number in sorted(view.steps)], bottleneck(view, whole=True)
     rounds = figures.rounds(steps, per_version=steps_per_version(view))
     report: dict[str, Any] = {
@@ -320,7 +320,7 @@ def _overhead(view: RunView) -> dict[str, Any]:
 
 
 def _overlap(rounds: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
-    """Count the rounds with known times, and those whose first backward pass started before their last sample ended."""
+    """Count the rounds with recorded times, and those whose first backward pass started before their last sample ended."""
     timed = [(each["first_dispatch_s"], each["rollout_s"]) for each in rounds]
     early = [dispatch < rollout for dispatch, rollout in timed if dispatch is not None and rollout is not None]
     return {"rounds": len(early), "first_backward_before_last_sample": sum(early), "share": sum(early) / len(early) if early else None}

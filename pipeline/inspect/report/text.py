@@ -27,7 +27,7 @@ Report = Mapping[str, Any]
 
 
 class Row(NamedTuple):
-    """A row of the report's table: its label, and a function from the report to the lines beside it, [] to leave it out."""
+    """A row of the report's table: its label, and a function from the report to its lines, [] to leave the row out."""
 
     label: str
     lines: Callable[[Report], Iterable[str | Text]]

@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float32]
 class Advantages:
     """The advantage function of a run's configuration; a custom one is loaded only with `trust_code`.
 
-    `why_not` is the reason why advantages are unknown, None if they are known.
+    `why_not` is the reason why there are no advantages, None otherwise.
     """
 
     def __init__(self, config: dict[str, Any], *, trust_code: bool) -> None:
@@ -147,7 +147,7 @@ def sample_rows(group: Group, parts: Sequence[pa.RecordBatch], advantages: Seque
 
 
 def unscored_rows(reader: RunReader, groups: set[int], *, since: Mapping[Partition, int]) -> list[pa.Table]:
-    """Return the samples of these groups as a table of `SAMPLES` without rewards, read from `rollouts` from `since`; [] if it has none."""
+    """Read the samples of these groups from `rollouts`, from the offsets `since`: a table of `SAMPLES` without rewards, [] for none."""
     rollouts = (read.payload for read in reader.samples(only=groups, since=since) if read.payload is not None)
     rows = [{**_attributes(rollout, SAMPLES), "tokens": len(generated(rollout))} for rollout in rollouts]
     return [_table(rows, SAMPLES)] if rows else []

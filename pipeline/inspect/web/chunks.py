@@ -21,7 +21,7 @@ Column = npt.NDArray[Any]
 
 
 def pack(facts: Mapping[str, Any], columns: Mapping[str, Column] | None = None) -> str:
-    """Facts and numeric columns [N] as base64: a length, JSON with null for numbers that are not finite, then the columns' byte planes."""
+    """Encode facts and numeric columns [N] as base64: a length, JSON with null for infinite numbers and NaN, and the columns' bytes."""
     arrays = {name: np.ascontiguousarray(array, array.dtype.newbyteorder("<")) for name, array in (columns or {}).items()}
     layout = [[name, f"{array.dtype.kind}{array.dtype.itemsize}", len(array)] for name, array in arrays.items()]
     header = json.dumps({"facts": finite(facts), "columns": layout}, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -32,19 +32,19 @@ def pack(facts: Mapping[str, Any], columns: Mapping[str, Column] | None = None) 
 
 
 def deflated(raw: bytes) -> str:
-    """Base64 of a zlib stream, which browsers call `deflate`."""
+    """Compress bytes to a zlib stream in base64, which browsers inflate as `deflate`."""
     return base64.b64encode(zlib.compress(raw, 6)).decode("ascii")
 
 
 def logprobs(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.uint16]:
-    """Logprobs [N] in steps of `LOGPROB_STEP` below zero, `NO_LOGPROB` for NaN: 0.0, -0.6931 and NaN are 0, 693 and 65535."""
+    """Encode logprobs [N] in steps of `LOGPROB_STEP` below zero, `NO_LOGPROB` for NaN: 0.0, -0.6931 and NaN are 0, 693 and 65535."""
     missing = np.isnan(values)
     steps = np.clip(np.rint(np.where(missing, 0.0, -values) / LOGPROB_STEP), 0, NO_LOGPROB - 1)
     return np.where(missing, NO_LOGPROB, steps).astype(np.uint16)
 
 
 def smallest(values: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
-    """Non-negative numbers as uint16 if all of them fit, otherwise as uint32."""
+    """Convert non-negative numbers to uint16 if all of them fit, otherwise to uint32."""
     return values.astype(np.uint16 if not len(values) or int(values.max()) < 1 << 16 else np.uint32)
 
 

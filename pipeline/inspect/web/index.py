@@ -107,7 +107,7 @@ def contents(groups: GroupPages) -> dict[str, Any]:
 
 
 def _workers(groups: GroupPages, spans: Sequence[Interval], history: RunHistory) -> list[str]:
-    """All workers named in any record, in the order of the pipeline."""
+    """Return the names of all workers in any record, in the order of the pipeline."""
     names = {*groups.view.workers, *(span.worker for span in spans), *(activity.worker for activity in history.activities)}
     names |= {sample.worker for row in groups.rows for sample in row.rollouts} | {row.scorer for row in groups.rows if row.scorer}
     return sorted(names, key=lambda name: (order(_role(groups.view, name)), len(name), name))
@@ -128,12 +128,12 @@ def _clock(groups: GroupPages, spans: Sequence[Interval], history: RunHistory) -
 
 
 def _columns(specs: Mapping[str, tuple[type[np.generic], Callable[[Any], Any]]], items: Sequence[Any]) -> dict[str, Column]:
-    """A column for each spec (type, value of an item)."""
+    """Return a column [N] per spec (type, function of an item), over N items."""
     return {name: np.array([value(item) for item in items], kind) for name, (kind, value) in specs.items()}
 
 
 def _prompts(groups: GroupPages) -> tuple[list[str], Column]:
-    """The prompts in the list, each once and without the common prefix, and the index of each group's prompt."""
+    """Return the prompts in the list, each once and without the common prefix, and the index of each group's prompt."""
     rows, common = groups.rows, len(groups.common or "")
     cut = common if common >= TRIMMED_FROM and len({row.prompt for row in rows}) > 1 else 0
     numbers: dict[str, int] = {}
@@ -159,7 +159,7 @@ def _group_specs(groups: GroupPages, workers: Mapping[str, int]) -> dict[str, tu
 
 
 def _mean(rewards: npt.NDArray[np.float64]) -> float:
-    """Mean over the samples with a reward; NaN if none has one."""
+    """Return the mean over the samples with a reward; NaN if none has one."""
     scored = rewards[~np.isnan(rewards)]
     return float(scored.mean()) if len(scored) else math.nan
 
@@ -169,7 +169,7 @@ def _step_of(view: RunView) -> dict[int, int]:
 
 
 def _samples(groups: GroupPages, *, workers: Mapping[str, int], clock: Clock) -> dict[str, Column]:
-    """One row per sample of the listed groups, group after group."""
+    """Return the columns of the samples' table, with a row per sample of the listed groups, group after group."""
     samples = [sample for row in groups.rows for sample in row.rollouts]
     specs: dict[str, tuple[type[np.generic], Callable[[SampleNumbers], Any]]] = {
         "s_number": (np.uint16, lambda sample: sample.sample),
@@ -191,7 +191,7 @@ def _samples(groups: GroupPages, *, workers: Mapping[str, int], clock: Clock) ->
 
 
 def _components(groups: GroupPages) -> dict[str, Column]:
-    """A column for each reward function; NaN for samples that it did not score."""
+    """Return a column per reward function; NaN for samples that it did not score."""
     components = [values for row in groups.rows for values in row.components]
     table = np.full((len(components), len(groups.reward_names)), np.nan, np.float32)
     for line, values in zip(table, components, strict=True):
@@ -201,7 +201,7 @@ def _components(groups: GroupPages) -> dict[str, Column]:
 
 
 def component_means(groups: GroupPages) -> dict[str, list[tuple[int, float | None]]]:
-    """For each of several reward functions (step, mean) over the samples of each step's listed groups; None if it applies to none."""
+    """Return reward function -> (step, mean over its samples, None if it applied to none); {} for a single function."""
     step_of, names = _step_of(groups.view), [short_name(name) for name in groups.reward_names]
     by_step: dict[int, list[tuple[float | None, ...]]] = {}
     for row in groups.rows:

@@ -20,7 +20,7 @@ SPARK_POINTS = 48
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number with so many significant digits: `number(0.20625)` is "0.206", `number(1621.4)` is "1,621"; "–" for none."""
+    """Format a number with so many significant digits: `number(0.20625)` is "0.206", `number(1621.4)` is "1,621"; "–" for none."""
     if value is None or value != value:  # noqa: PLR0124
         return "–"
     if value and not 1e-4 <= abs(value) < 1e6:
@@ -34,12 +34,12 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share of 1 in percent: `share(0.784)` is "78 %"; "–" for none."""
+    """Format a share of 1 in percent: `share(0.784)` is "78 %"; "–" for none."""
     return "–" if value is None else f"{100 * value:.0f} %"
 
 
 def spark(values: Sequence[float | None], low: float | None = None, high: float | None = None) -> Markup:
-    """A curve of 100 by 20 units as SVG, by default from its least to its greatest value; means of neighbours if there are many."""
+    """Return a curve of 100 by 20 units as SVG, by default from its least to its greatest value; many values are averaged in ranges."""
     points = [value for value in values if value is not None]
     if len(points) < 2:
         return Markup("")
@@ -54,7 +54,7 @@ def spark(values: Sequence[float | None], low: float | None = None, high: float 
 
 
 def bar(value: float | None, kind: str = "") -> Markup:
-    """A bar that is filled to a share of 1."""
+    """Return a bar that is filled to a share of 1, as SVG; `kind` is its class."""
     filled = 100 * min(1.0, max(0.0, value or 0.0))
     return Markup(
         '<svg class="bar {}" viewBox="0 0 100 8" preserveAspectRatio="none" aria-hidden="true">'
@@ -85,22 +85,22 @@ def environment() -> Environment:
 
 
 def render(template: str, **values: Any) -> bytes:
-    """A page as UTF-8; characters that UTF-8 does not have are replaced."""
+    """Render a page as UTF-8; characters that UTF-8 does not have are replaced."""
     return environment().get_template(template).render(**values).encode("utf-8", "replace")
 
 
 @functools.cache
 def asset(name: str) -> str:
-    """The text of a script or style sheet."""
+    """Return the text of a script or style sheet."""
     return (files("penstock.pipeline.inspect.web") / "static" / name).read_text(encoding="utf-8")
 
 
 @functools.cache
 def version(name: str) -> str:
-    """A name for the content of a script or style sheet, so that browsers may keep it."""
+    """Return a name for the content of a script or style sheet, part of its address, so that browsers may keep it."""
     return hashlib.sha256(asset(name).encode()).hexdigest()[:12]
 
 
 def digest(text: str) -> str:
-    """The source of a Content-Security-Policy that allows exactly this script or style."""
+    """Return the source expression by which a Content-Security-Policy allows exactly this script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

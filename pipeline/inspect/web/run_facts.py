@@ -102,7 +102,7 @@ def _metric(view: RunView, name: str) -> list[float | None]:
 
 
 def _tiles(view: RunView, report: Mapping[str, Any], last: Mapping[str, float]) -> list[Facts]:
-    """At most six figures, each with a note and its curve."""
+    """Return the six figures at the top of the page, each with a note and its curve."""
     evals, groups = report["eval"], report["groups"]
     ended = sum(groups.get(status, 0) for status in STATUSES)
     newest = evals[-1] if evals else {}
@@ -154,7 +154,7 @@ _STAGES = (("feeder", "admitted", "groups/s"), ("rollout", "samples", "samples/s
 
 
 def _stages(view: RunView, *, now_s: float) -> list[Facts]:
-    """Feeder, rollout, scorer and trainer: how busy each is, what it does, its rate, and the groups that wait for the next one."""
+    """Return a row per stage from feeder to trainer: how busy it is, what it does, its rate, and the groups that wait for the next."""
     last = view.steps[max(view.steps)].metrics if view.steps else {}
     waiting = {"feeder": len(view.open), "scorer": int(last.get("queued_groups", 0))}
     at_work, stages = by_role(view), []
@@ -194,7 +194,7 @@ def _worker(view: RunView, worker: WorkerView, *, now_s: float) -> Facts:
 
 
 def _time(view: RunView) -> list[Facts]:
-    """For each role the shares of its workers' time by use, the largest first."""
+    """Return for each role the shares of its workers' time by use, the largest first."""
     return [
         {"role": role, "uses": [{"use": use_text(use), "kind": kind_of(use), "share": part} for use, part in shares(spent).items()]}
         for role, spent in by_role(view).items()
@@ -267,7 +267,7 @@ _STEP_CHARTS: Sequence[tuple[str, str, Mapping[str, str]]] = (
 def curves(view: RunView, *, components: Mapping[str, Iterable[tuple[int, float | None]]] | None = None) -> Facts:
     """Return the charts over optimizer steps: two in `main`, named ones in `charts`, further metrics in `more`.
 
-    `still` has the titles of charts whose curves never change, which are not drawn. `components`: reward function -> (step, mean).
+    `still` has the titles of charts whose curves never change, which are not shown. `components`: reward function -> (step, mean).
     """
     steps, per_version = sorted(view.steps), steps_per_version(view)
 
@@ -300,17 +300,17 @@ def curves(view: RunView, *, components: Mapping[str, Iterable[tuple[int, float 
 
 
 def _chart(title: str, unit: str, series: Sequence[Facts]) -> Facts:
-    return {"title": title, "unit": unit, "series": [drawn for drawn in series if drawn["y"]]}
+    return {"title": title, "unit": unit, "series": [curve for curve in series if curve["y"]]}
 
 
 def _moves(chart: Facts) -> bool:
-    """True if a chart is worth drawing: its values differ, or each of its curves is a single point."""
+    """True if a chart is worth showing: its values differ, or each of its curves is a single point."""
     values = [value for curve in chart["series"] for value in curve["y"]]
     return bool(values) and (max(values) - min(values) >= STILL or len(values) == len(chart["series"]))
 
 
 def curve(label: str, points: Iterable[tuple[float, float | None]]) -> Facts:
-    """The finite points of a curve; of more than `POINTS` the least and the greatest of each range."""
+    """Return the finite points of a curve; of more than `POINTS` only the least and the greatest in each range."""
     finite = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
     if len(finite) > POINTS:
         long = -(-2 * len(finite) // POINTS)
@@ -320,7 +320,7 @@ def curve(label: str, points: Iterable[tuple[float, float | None]]) -> Facts:
 
 
 def cards(groups: Sequence[Group]) -> list[Facts]:
-    """Best, median and worst sample by reward of some groups; [] without a reward."""
+    """Return the best, median and worst sample by reward of some groups, for display; [] if none has a reward."""
     samples = [(sample.reward, group, sample) for group in groups for sample in group.samples if sample.reward is not None]
     scored = sorted(samples, key=lambda entry: -entry[0])
     if not scored:

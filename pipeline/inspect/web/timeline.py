@@ -56,7 +56,7 @@ class RunHistory:
     _open: dict[str, ActivitySpan] = field(default_factory=dict)
 
     def apply(self, folded: Folded | None, record: Record) -> None:
-        """Add the facts of a folded record that a page shows."""
+        """Add the facts that a page shows of a record; `folded` is what `RunView.fold` returned for it."""
         match folded:
             case Entry(kind="step" | "version" | "checkpoint"):
                 self.entries.append(replace(folded, plan=(), boundaries=(), details=None))
@@ -95,7 +95,7 @@ class RunHistory:
 
 
 def generic(doing: str) -> str:
-    """A worker's activity with every number as N, so that its repetitions have one text: "step N: N of N groups are here"."""
+    """Return a worker's activity with every number as N, so that its repetitions have one text: "step N: N of N groups are here"."""
     return _NUMBERS.sub("N", doing) or "starting"
 
 
@@ -114,12 +114,12 @@ class Clock(NamedTuple):
 
     @classmethod
     def of(cls, *, zero_ns: int, last_ns: int) -> "Clock":
-        """The finest tick in which the whole run fits into 31 bits: `Clock.of(zero_ns=0, last_ns=3600 * 10**9).tick_ms` is 0.1."""
+        """Return the clock with the finest tick in which the time to `last_ns` fits into 31 bits: 0.1 ms for an hour."""
         span_ms = (last_ns - zero_ns) / 1e6
         return cls(zero_ns, next((tick for tick in TICKS_MS if span_ms / tick < 1 << 30), TICKS_MS[-1]))
 
     def ticks(self, moments_ns: Any) -> Column:
-        """Moments [N] in nanoseconds as ticks, int32; `NEVER` for an unknown one (0)."""
+        """Convert moments [N] in nanoseconds to ticks, int32; `NEVER` for an unknown one (0)."""
         moments = np.asarray(moments_ns, np.int64)
         since = np.clip(np.rint((moments - self.zero_ns) / (self.tick_ms * 1e6)), NEVER + 1, (1 << 31) - 1)
         return np.where(moments == 0, NEVER, since).astype(np.int32)
@@ -159,7 +159,7 @@ def interval_columns(spans: Iterable[Interval], *, workers: Mapping[str, int], c
 
 
 def scoring_columns(rows: Sequence[Row], spans: Iterable[Interval], *, clock: Clock) -> dict[str, Column]:
-    """Start and end of the scoring of each group [G]."""
+    """Return start and end of the scoring of each group as columns [G] in ticks."""
     scoring = {span.group: (span.started, span.ended) for span in spans if span.what == "score"}
     return {
         "g_scoring": clock.ticks([scoring.get(row.group, (0, 0))[0] for row in rows]),

@@ -141,7 +141,7 @@ def _tracked_ledger(facts: Facts, _: int) -> list[int]:
 
 
 def _tracked_metrics(facts: Facts, _: int) -> list[int]:
-    """Return the offsets of the other workers' last measurements before the tracker's final one."""
+    """Return offsets that the tracker has read for certain: other workers' final reports before its own, with which it exited."""
     others = [worker.final for worker in facts.workers.values() if worker.role != "tracker" and worker.final is not None]
     return [offset for offset in others if offset < _tracker_end(facts)]
 
