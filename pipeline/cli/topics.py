@@ -221,14 +221,14 @@ def acls(
 ) -> None:
     """Print the smallest set of ACLs for each role's Kafka user, as `kafka-acls.sh` commands; needs no broker."""
     from penstock.infra.errors import ConfigError
+    from penstock.pipeline.launch.create import usable
     from penstock.pipeline.runtime.roles import acl_rules, as_acl_command
-    from penstock.topics.catalogue import check_run_id
 
+    rules = acl_rules(usable(run))
     try:
-        rules = acl_rules(check_run_id(run))
         users = {role: user.format(run=run, role=role) for role in rules}
     except (ValueError, KeyError, IndexError) as error:
-        raise ConfigError(f"{error}; --user may contain only {{run}} and {{role}}") from error
+        raise ConfigError(f"--user {user}: expected a pattern with {{run}} and {{role}} only ({error})") from error
     if json:
         emit({role: {"user": users[role], "rules": rights} for role, rights in rules.items()})
         return

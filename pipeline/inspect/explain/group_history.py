@@ -146,10 +146,6 @@ class GroupHistory:
         return {rollout.sample: rollout for _, rollout in sorted(firsts, key=lambda recorded: recorded[1].sample)}
 
     @property
-    def complete(self) -> bool:
-        return self.prompt is not None and len(self.counted) >= self.samples_requested
-
-    @property
     def status(self) -> str:
         outcome = self.outcome.headers.outcome if self.outcome and self.outcome.headers else None
         return group_status(outcome, trained=self.step is not None, stale=self.stale is not None, ended=self.run.ended)
@@ -170,11 +166,11 @@ class GroupHistory:
         group, step = self.group, self.step
         admitted = self.prompt or group
         begun = None if step is None else step.metrics.get("first_backward_at") or step.metrics.get("started_at")
-        samples = self.counted.values()
+        samples, complete = self.counted.values(), self.prompt is not None and len(self.counted) >= self.samples_requested
         return GroupTimestamps(
             begun=min(sample.started_ns for sample in samples) / NS if samples else None,
             first_ended=min(sample.ended_ns for sample in samples) / NS if samples else None,
-            last_ended=max(sample.ended_ns for sample in samples) / NS if samples and self.complete else None,
+            last_ended=max(sample.ended_ns for sample in samples) / NS if samples and complete else None,
             admitted=admitted.created_ns / NS if admitted else None,
             scoring_started=(group.scored_ns - group.reward_ns) / NS if group and group.reward_ns is not None else None,
             scored=group.scored_ns / NS if group else None,

@@ -1,6 +1,6 @@
 """Groups of a run as columns for the page: numbers of the newest ones, texts and tokens of the newest of those."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -112,11 +112,13 @@ class GroupPages:
         self.reward_names = self.reward_names or group.reward_names
         self.reward_weights = self.reward_weights or group.reward_weights
         rollouts = [sample.rollout for sample in group.samples]
-        chunk_slot = self._detail(group.group, group.prompt, group.columns, [sample.completion for sample in group.samples], rollouts)
         self._row(
             group.group,
             group.prompt,
+            group.columns,
             [SampleNumbers.of(rollout) for rollout in rollouts],
+            [sample.completion for sample in group.samples],
+            rollouts,
             reason=group.reason,
             scorer=worker,
             created_ns=group.created_ns,
@@ -125,7 +127,6 @@ class GroupPages:
             rewards=np.array([sample.reward for sample in group.samples], np.float64),
             components=tuple(sample.components for sample in group.samples),
             advantages=self.advantages.of(group),
-            chunk_slot=chunk_slot,
         )
 
     def _unscored(self, unread: AbstractSet[int], outcomes: Mapping[int, tuple[str, Group]]) -> None:
@@ -143,11 +144,13 @@ class GroupPages:
                 continue
             text = prompt.prompt if prompt else group.prompt if group else ""
             rollouts = [full for _, full in samples if full is not None]
-            completions = [self.texts.completion(generated(rollout)) for rollout in rollouts]
             self._row(
                 number,
                 text,
+                prompt.columns if prompt else "{}",
                 [numbers for numbers, _ in samples],
+                [self.texts.completion(generated(rollout)) for rollout in rollouts],
+                rollouts,
                 reason=group.reason if group else None,
                 scorer=worker,
                 created_ns=prompt.created_ns if prompt else 0,
@@ -156,29 +159,23 @@ class GroupPages:
                 rewards=np.full(len(samples), np.nan),
                 components=((),) * len(samples),
                 advantages=np.full(len(samples), np.nan, np.float32),
-                chunk_slot=self._detail(number, text, prompt.columns if prompt else "{}", completions, rollouts),
             )
 
-    def _detail(
-        self, number: int, prompt: str, columns: str, completions: Sequence[str | None], rollouts: list[Rollout]
-    ) -> ChunkSlot | None:
-        """Add a group's texts, and its tokens if it is selected for them, to the chunks; None if not even its texts are selected."""
-        if number not in self.selection.texts:
-            return None
-        return self.chunks.add(prompt, columns, completions, rollouts if number in self.selection.tokens else [])
-
-    def _row(self, number: int, prompt: str, samples: list[SampleNumbers], **fields: Any) -> None:
-        """Add a group's line, with the start of its prompt, and shorten `common` to the prefix that all prompts share."""
+    def _row(
+        self, number: int, prompt: str, columns: str, samples: list[SampleNumbers], completions: list[str | None], rollouts: list[Rollout],
+        **fields: Any,
+    ) -> None:  # fmt: skip
+        """Add a group: its line, its texts and tokens if they are selected, and its prompt to the prefix `common` of all prompts."""
         if prompt:
             self.common = prompt if self.common is None else shared(self.common, prompt)
-        self.rows.append(Row(group=number, prompt=prompt[:EXCERPT], rollouts=tuple(samples), **fields))
+        tokens = rollouts if number in self.selection.tokens else []
+        chunk_slot = self.chunks.add(prompt, columns, completions, tokens) if number in self.selection.texts else None
+        self.rows.append(Row(group=number, prompt=prompt[:EXCERPT], rollouts=tuple(samples), chunk_slot=chunk_slot, **fields))
 
 
 def choose(view: RunView, *, samples: int, tokens: int, text_tokens: int) -> Selection:
     """Select the newest groups for a page: at most `samples` are listed, `text_tokens` have texts, and `tokens` are shown one by one."""
-    listed: set[int] = set()
-    texts: set[int] = set()
-    detailed: set[int] = set()
+    listed, texts, detailed = set[int](), set[int](), set[int]()
     for number in sorted(group_statuses(view), reverse=True):
         sample_tokens = view.samples.get(number, {})
         outcome = view.groups.get(number)
