@@ -53,6 +53,7 @@ class Grouped(typer.core.TyperGroup):
     """Command group whose help lists the commands under headings, in the order in which they were added."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands of each heading; Typer calls this for the help."""
         lists: dict[str, list[tuple[str, str]]] = {}
         for name in self.list_commands(ctx):
             command: Any = self.commands[name]

@@ -113,6 +113,7 @@ def status(*, json: Json = False) -> None:
 
 
 def _show(info: Any, *, json: bool) -> None:
+    """Print the status of the broker."""
     if json:
         emit(info)
     elif info.running:

@@ -140,6 +140,7 @@ def _packaged(package: str, text: Callable[[str, dict[str, Any]], Any], name: st
 
 
 def _openenv(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
+    """Return the environment of the OpenEnv server at the address `name`. Raises `PluginError`."""
     _release("websockets")
     from penstock.pipeline.agents.environments.openenv import OpenEnvText, open_server
 

@@ -124,6 +124,7 @@ def _event(value: Any) -> str:
 
 
 def _tools(tools: Any) -> Tools | None:
+    """Check the request's list of tools; None without one. Raises `BadRequest`."""
     if not tools:
         return None
     if not isinstance(tools, list) or not all(_is_function(tool) for tool in tools):
@@ -137,6 +138,7 @@ def _is_function(tool: Any) -> bool:
 
 
 def _max_tokens(body: Mapping[str, Any]) -> int | None:
+    """Return the request's limit of completion tokens, None without one. Raises `BadRequest`."""
     limit = body.get("max_completion_tokens")
     limit = body.get("max_tokens") if limit is None else limit
     if limit is None:

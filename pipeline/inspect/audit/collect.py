@@ -157,6 +157,7 @@ class Collector:
         return None, ()
 
     def _dead_letter(self, record: Record, where: RecordId) -> None:
+        """Add a dead letter, and remember which record it names, whose hash is then stored."""
         dead_letter = dead_letters.read(record, run=self.facts.run)[1]
         about = RecordId(plain(dead_letter.topic, self.facts.run), dead_letter.partition, dead_letter.offset)
         body = body_of(dead_letter.key, dead_letter.headers, dead_letter.value)
@@ -166,6 +167,7 @@ class Collector:
             self.facts.poison.add(about)
 
     def _prompt(self, record: Record, where: RecordId) -> None:
+        """Add a prompt, unless it repeats one."""
         prompt, body = prompts.read(record, run=self.facts.run)[1], hash_of(record.value)
         if self.facts.terms.turns_by_log:
             self._prompt_ids[prompt.group] = prompt.token_ids
@@ -174,6 +176,7 @@ class Collector:
             self._insert("prompts", prompt.group, *where[1:], *numbers, prompt_hash(prompt, prompt.token_ids), body)
 
     def _samples(self, record: Record, where: RecordId) -> None:
+        """Add the samples in a record of `rollouts`."""
         samples = rollouts.read_all(record, run=self.facts.run)[1]
         started = self.facts.terms.samples_per_prompt + self.facts.terms.oversample
         if samples[-1].sample >= started:

@@ -108,6 +108,8 @@ class Recomputed(NamedTuple):
 
 
 class DeadLetterFact(NamedTuple):
+    """A dead letter: a copy of a record that a worker refused, at `where`; the record itself is at `about`."""
+
     where: RecordId
     about: RecordId
     kind: str

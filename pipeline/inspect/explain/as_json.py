@@ -104,6 +104,7 @@ def _fields(holder: object, *names: str) -> dict[str, Any]:
 
 
 def _prompt(read: Read[Any] | None) -> dict[str, Any] | None:
+    """Return the facts about the group's prompt; None if it is missing or cannot be decoded."""
     if read is None or (prompt := read.payload) is None:
         return None
     return {
@@ -161,6 +162,7 @@ def _samples(history: GroupHistory, shares_of: Mapping[int, SampleShare]) -> lis
 
 
 def _turns(rollout: Rollout) -> list[dict[str, Any]] | None:
+    """Return a row per turn of a trajectory, with its range of tokens; None for a single completion."""
     if rollout.turns is None:
         return None
     return [
@@ -187,6 +189,7 @@ def _trained(rollout: Rollout, share: SampleShare | None, scored: ScoredSample |
 
 
 def _rewards(group: Group | None) -> dict[str, Any] | None:
+    """Return the reward functions, and mean and range of the rewards; None without a scored sample."""
     if group is None or not group.samples:
         return None
     return {
@@ -200,6 +203,7 @@ def _rewards(group: Group | None) -> dict[str, Any] | None:
 
 
 def _outcome(read: Read[Group] | None) -> dict[str, Any] | None:
+    """Return the facts about the scorer's record of the group; None without one."""
     if read is None or read.headers is None:
         return None
     return {
@@ -253,6 +257,7 @@ def _shares(history: GroupHistory, entry: Entry, *, trust_code: bool) -> tuple[S
 
 
 def _version(entry: Entry | None) -> dict[str, Any] | None:
+    """Return the facts about the policy version after the group's step; None before it is published."""
     if entry is None:
         return None
     return {

@@ -222,6 +222,7 @@ def why(history: GroupHistory) -> str:
 
 
 def _why(history: GroupHistory) -> str:
+    """Return the reason of the group's status as a clause."""
     run, step = history.run, history.step
     match history.status:
         case "trained" if step is not None:
@@ -260,6 +261,7 @@ def stale_facts(history: GroupHistory) -> dict[str, Any] | None:
 
 
 def _why_stale(history: GroupHistory) -> str:
+    """Return why the ledger lists the group as stale (too many versions old), as a clause."""
     facts = stale_facts(history) or {}
     for dead_letter in (stored.dead_letter for stored in history.dead_letters):
         if dead_letter.kind == POISON and dead_letter.topic.endswith(".groups"):

@@ -59,6 +59,7 @@ def _prompt(prompt: Plain | None, group: int) -> list[str]:
 
 
 def _samples(life: Plain, zero: float | None) -> list[str]:
+    """Return a table of the samples, lines about trajectories, and the texts of samples without rewards."""
     samples = life["samples"]
     if not samples:
         return ["deleted by retention" if life["gone"] else "none was generated" if life["status"] not in ("open",) else "none yet"]
@@ -141,6 +142,7 @@ def _logged(life: Plain) -> list[str]:
 
 
 def _outcome(life: Plain, zero: float | None) -> list[str]:
+    """Return lines about the scorer's record of the group, and when and why the group was stale."""
     outcome, stale = life["outcome"], life["stale"]
     if outcome is None:
         return []
@@ -160,6 +162,7 @@ def _outcome(life: Plain, zero: float | None) -> list[str]:
 
 
 def _step(step: Plain | None) -> list[str]:
+    """Return lines about the step that was trained on the group, and the group's share in its gradient."""
     if step is None:
         return []
     measured = step["metrics"]
@@ -196,6 +199,7 @@ def _rebased(rebased: Plain, step: int) -> str:
 
 
 def _records(records: Sequence[Plain], zero: float | None) -> list[str]:
+    """Return a table of the records about the group, at most `SHOWN_RECORDS`."""
     rows = [
         [_after(record["time_s"], zero), record["place"], record["is"], "counts" if record["counts"] else "does not count"]
         for record in records[:SHOWN_RECORDS]

@@ -161,6 +161,7 @@ def _computing(view: RunView, *, now_s: float) -> str | None:
 
 
 def _progress(view: RunView, *, now_s: float, over: bool) -> Table:
+    """Return the line with steps, progress bar, elapsed time and, unless the run is over, remaining time."""
     done, planned = view.steps_done, steps_planned(view)
     grid = Table.grid(expand=True, padding=(0, 2))
     for _ in range(2):
@@ -202,6 +203,7 @@ def _held_out(view: RunView) -> list[Text]:
 
 
 def _episodes(view: RunView) -> list[str]:
+    """Return parts of a line about trajectories in environments; [] if the run has none."""
     figures = episodes(view)
     if figures is None:
         return []
@@ -210,6 +212,7 @@ def _episodes(view: RunView) -> list[str]:
 
 
 def _health(view: RunView, *, outage_s: float) -> Text:
+    """Return the line with version, lag, engines and dead letters, or about an outage of the broker."""
     if outage_s > 1.0:
         return Text(f"the broker has not responded for {outage_s:.0f} s; all workers wait, and nothing is lost", style="red")
     step = _last(view)
@@ -233,6 +236,7 @@ def _health(view: RunView, *, outage_s: float) -> Text:
 
 
 def _workers(view: RunView, *, now_s: float, silent: Mapping[str, float], rows: int, width: int) -> Table:
+    """Return the table of the first `rows` workers, with the columns that fit into `width` and are not empty."""
     table = Table(box=None, expand=True, padding=(0, 1), header_style="dim", pad_edge=False)
     table.add_column("worker", no_wrap=True)
     table.add_column("now", ratio=1, no_wrap=True, overflow="ellipsis")

@@ -204,6 +204,7 @@ class LiveView:
             self.tell(f"version {folded.version}: held out {', '.join(scores)}", style="blue")
 
     def _frame(self) -> RenderableType:
+        """Return the frame for the present size of the terminal or notebook."""
         width, height = (WIDTH, HEIGHT) if isinstance(self._live, NotebookScreen) else self._console.size
         width -= len("^C")  # whose echo must not start a new line, or the frame's first line stays on the screen
         shown = frame(

@@ -334,6 +334,7 @@ def _digest(view: RunView) -> str | None:
 
 
 def _dead_letters(view: RunView) -> dict[str, Any]:
+    """Count the records that workers refused, by reason and by topic, and the most frequent errors of reward functions."""
     kinds, topics = list(view.dead_letters.values()), [record_id[0].removeprefix(f"{view.run}.") for record_id in view.dead_letters]
     return {
         "total": len(kinds),

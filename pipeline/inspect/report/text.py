@@ -133,6 +133,7 @@ def _groups(report: Report) -> list[str]:
 
 
 def _redundancy(report: Report) -> list[str]:
+    """Format how trained groups differ from all scored ones, if extra groups compete to be trained."""
     values = report.get("redundancy")
     if not values or values["length"]["trained"] is None:
         return []
@@ -213,6 +214,7 @@ SHORT = (
 
 
 def _examples(report: Report) -> list[str]:
+    """Format held-out prompts with their completions before and after training."""
     lines = []
     for example in report.get("examples", ()):
         lines.append(one_line(example["prompt"], EXAMPLE_WIDTH))

@@ -136,6 +136,7 @@ def intervals(facts: Facts) -> Iterator[Interval]:
 
 
 def _generations(facts: Facts, roles: dict[str, str]) -> Iterator[Interval]:
+    """Yield the interval in which each sample was generated."""
     for sample in facts.samples.values():
         role = roles.get(sample.worker, "rollout")
         yield Interval(

@@ -178,6 +178,7 @@ def _stages(view: RunView, *, now_s: float) -> list[Facts]:
 
 
 def _worker(view: RunView, worker: WorkerView, *, now_s: float) -> Facts:
+    """Return a worker's row; one that had not ended when the run stopped or failed was killed."""
     over = {"stopped": "killed", "failed": "killed", "finished": "ended"}.get(status_of(view))
     cpu = worker.rate("cpu_s")
     return {
