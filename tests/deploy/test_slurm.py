@@ -155,8 +155,8 @@ def test_a_run_that_slurm_stops_in_any_way_ends_in_the_weights_that_it_has_witho
     run = f"run-{time.time_ns() % 10**6}"
     home = cluster.folder / run
     own = {"RUN": run, "PENSTOCK_HOME": str(home), "PENSTOCK": str(cluster.folder / "penstock"), "HEAD": "127.0.0.1"}
-    limit = ["--time=2", "--signal=B:USR1@60"] if end == "--signal before the limit" else []
-    job = cluster.submit(script, *limit, **own)
+    before = ["--signal=B:USR1@90"] if end == "--signal before the limit" else []
+    job = cluster.submit(script, *before, **own)
 
     def told() -> str:
         return cluster.output(job) + "".join(f"\n== {file.name}\n{file.read_text()[-2000:]}" for file in sorted((home / "logs").glob("*")))
@@ -167,16 +167,17 @@ def test_a_run_that_slurm_stops_in_any_way_ends_in_the_weights_that_it_has_witho
         return time.monotonic() - since
 
     await_state("RUNNING")
-    stopped_s = 0.0
+    started, stopped_s = time.monotonic(), 0.0
     if end != "none":
-        if not limit:
-            cluster.wait(lambda: steps(home) >= STEPS // 10, told)
-            if end == "preemption":
-                urgent = cluster.folder / "urgent.sbatch"
-                urgent.write_text("#!/bin/sh\n")
-                cluster.submit(urgent, "--partition=urgent", "--nodes=3", "--exclusive")
-            else:
-                cluster(*(["scancel", job] if end == "scancel" else ["scontrol", "requeue", job]))
+        cluster.wait(lambda: steps(home) >= STEPS // 10, told)
+        if end == "preemption":
+            urgent = cluster.folder / "urgent.sbatch"
+            urgent.write_text("#!/bin/sh\n")
+            cluster.submit(urgent, "--partition=urgent", "--nodes=3", "--exclusive")
+        elif before:  # the limit, which is 30 to 90 s away; Slurm counts it in minutes
+            cluster("scontrol", "update", f"JobId={job}", f"TimeLimit={int((time.monotonic() - started + 30) // 60) + 1}")
+        else:
+            cluster(*(["scancel", job] if end == "scancel" else ["scontrol", "requeue", job]))
         stopped_s = await_state("PENDING", "CANCELLED")
         if end == "scancel":
             time.sleep(3.0)
