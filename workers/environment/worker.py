@@ -38,6 +38,8 @@ Turn = tuple[int, int, int]
 
 @dataclass(slots=True)
 class _Partition:
+    """An owned partition of `replies`."""
+
     position: int
     """Offset after the last reply that was read."""
     behind: int
@@ -63,10 +65,11 @@ class RecordedReplies:
 
     @property
     def caught_up(self) -> bool:
+        """True if all replies that existed when the partitions were assigned have been read."""
         return all(owned.position >= owned.behind for owned in self._partitions.values())
 
     def assign(self, starts: Mapping[int, int], ends: Mapping[int, int]) -> None:
-        """Own these partitions and read their replies from the offsets in `starts`; replies of partitions that stay are retained."""
+        """Own exactly these partitions, read from `starts`; `ends` are their end offsets. Replies of partitions that stay are retained."""
         previous = self._partitions
         self._partitions = {}
         for partition, start in starts.items():
@@ -75,12 +78,8 @@ class RecordedReplies:
             self._partitions[partition] = owned
         self._committed = {}
 
-    def revoke(self) -> None:
-        for owned in self._partitions.values():
-            owned.behind = owned.position + 1
-
     def passes(self, partition: int, offset: int) -> None:
-        """Move the position of a partition behind a record, usable or not."""
+        """Move the position of an owned partition behind the record at `offset`, usable or not."""
         if (owned := self._partitions.get(partition)) is not None:
             owned.position = max(owned.position, offset + 1)
 
@@ -90,6 +89,7 @@ class RecordedReplies:
         return owned is not None and key not in owned.replies.get(key.group, {})
 
     def add(self, partition: int, offset: int, reply: Reply) -> None:
+        """Store the first reply to a call, and count its attempt at the turn."""
         owned = self._partitions[partition]
         owned.replies.setdefault(reply.group, {})[reply.key] = reply
         owned.first.setdefault(reply.group, offset)
@@ -97,6 +97,7 @@ class RecordedReplies:
         self._attempts[turn] = max(self._attempts.get(turn, 0), reply.attempt)
 
     def find(self, partition: int, key: TurnKey) -> Reply | None:
+        """Return the stored reply to the call `key`; None if it has none or its partition is not owned."""
         owned = self._partitions.get(partition)
         return None if owned is None else owned.replies.get(key.group, {}).get(key)
 
@@ -114,7 +115,7 @@ class RecordedReplies:
                 del owned.first[group]
 
     def offsets(self) -> Iterator[tuple[int, int]]:
-        """(partition, offset) to commit for each partition that has moved since the last call."""
+        """Yield (partition, offset of its oldest stored reply) to commit, for each partition where that has moved since the last call."""
         for partition, owned in self._partitions.items():
             offset = min(owned.first.values(), default=owned.position)
             if self._committed.get(partition) != offset and owned.position >= owned.behind:
@@ -156,7 +157,7 @@ class LogEngine:
         return True
 
     def submit(self, request: GroupRequest) -> None:
-        """Request one turn: return its recorded reply with the next `step`, or send a call."""
+        """Request one turn of an episode: the next `step` returns its recorded reply, or if there is none a call is sent."""
         group, sample, turn = turn_of(request.group)
         attempt = 0 if self.replay else self.recorded.next_attempt((group, sample, turn))
         partition, min_version = self.placed(group)
@@ -179,7 +180,7 @@ class LogEngine:
         self.producer.send(Outgoing(topic=self.topic, partition=partition, key=str(group).encode(), headers=headers, value=value))
 
     def take(self, record: Record) -> None:
-        """Apply a record of `replies`. Raises `Unusable`."""
+        """Store the reply in a record, and let the next `step` return it if its turn waits. Raises `Unusable` for an invalid record."""
         self.recorded.passes(record.partition, record.offset)
         claims = replies.check(record, run=self.run)
         key = calls.key_of(claims)
@@ -212,6 +213,7 @@ class LogEngine:
         self.version = version
 
     def stats(self) -> dict[str, float]:
+        """Counters of calls and replies, turns without a reply, and percentiles [ms] of the time that the log adds to a turn."""
         times = np.array(self._overheads_ms or [0.0])
         quantiles = {f"overhead_ms_p{share}": float(np.percentile(times, share)) for share in (50, 99)}
         return {**self._counts, **quantiles, "turns_asked": float(len(self._waiting))}
@@ -223,7 +225,7 @@ class LogEngine:
 
 
 def completion_of(reply: Reply, number: int) -> Completion:
-    """The completion with the engine's group number `number` that a reply contains."""
+    """Convert a reply to the engine's completion of the turn that was requested as group `number`."""
     return Completion(
         group=number,
         sample=0,
@@ -253,6 +255,7 @@ class WakingMember:
     """A consumer group member with a polling thread, for a worker that waits for other events too."""
 
     def __init__(self, member: Member, wake: Callable[[], None]) -> None:
+        """Start the thread; it calls `wake` after each batch of events."""
         self._member, self._wake = member, wake
         self._events: queue.SimpleQueue[list[Event] | LogError] = queue.SimpleQueue()
         self._closing = threading.Event()
@@ -339,6 +342,7 @@ class EnvironmentWorker(GroupWorker):
             self._looked = time.monotonic()
 
     def _assigned(self, event: Assigned) -> None:
+        """Read the replies in the assigned partitions from the committed offsets on, then take over their prompts as a rollout worker."""
         topic = self.session.topic("replies")
         starts = {partition: committed.offset or 0 for (held, partition), committed in event.partitions.items() if held == topic}
         ends = self.session.log.end_offsets((topic, partition) for partition in starts)
@@ -360,11 +364,12 @@ class EnvironmentWorker(GroupWorker):
         if self.log_engine.recorded.caught_up:  # a turn with a reply is not requested again
             super(EnvironmentWorker, self)._start()
 
-    def _marks(self) -> Commits:
-        marks = dict(super(EnvironmentWorker, self)._marks())
+    def _offsets_to_commit(self) -> Commits:
+        """Offsets of `prompts` as a rollout worker commits them, and of `replies`, whose replies to ended groups are dropped."""
+        offsets = dict(super(EnvironmentWorker, self)._offsets_to_commit())
         self.log_engine.recorded.forget(self._has_ended)
         topic = self.session.topic("replies")
-        return marks | {(topic, partition): (offset, "") for partition, offset in self.log_engine.recorded.offsets()}
+        return offsets | {(topic, partition): (offset, "") for partition, offset in self.log_engine.recorded.offsets()}
 
     def _has_ended(self, partition: int, group: int) -> bool:
         """True if a group's prompt was delivered and the group is no longer in flight, so that no episode of it will run."""

@@ -49,7 +49,7 @@ class EarlyStopping:
     since_best: int = 0
 
     def note(self, *, version: int, accuracy: float | None) -> str | None:
-        """Apply an evaluation; returns why the run should end, or None. An evaluation without an accuracy is ignored."""
+        """Record a version's greedy accuracy; return why the run should end, or None to continue. An accuracy of None is ignored."""
         if accuracy is None:
             return None
         if accuracy > self.best:
@@ -75,13 +75,10 @@ class Evaluations:
 
     @classmethod
     def open(cls, session: Session, engine: Engine, *, meanwhile: Callable[[], None]) -> "Evaluations":
-        """Continue after the completed evaluations; `meanwhile` is called between two decode steps."""
-        eval_config = session.config.eval
+        """Open the evaluator, and read from `metrics` which versions have been evaluated; `meanwhile` is called between decode steps."""
         every_version = LedgerState(session.run)  # those that are due may be far behind the newest
-        follower, stopping = (
-            LedgerFollower(session.log, session.run, every_version),
-            EarlyStopping(eval_config.target, eval_config.patience),
-        )
+        follower = LedgerFollower(session.log, session.run, every_version)
+        stopping = EarlyStopping(session.config.eval.target, session.config.eval.patience)
         evaluator = Evaluator.open(
             session.config, session.info, engine, run=session.run, notify=session.reporter.notify, stopped=session.stop.is_set,
             meanwhile=meanwhile,
@@ -157,9 +154,16 @@ class SharedEngine:
     _seen: tuple[int, bool] | None = None
 
     def takes(self, *, shares: bool, idle: bool, meanwhile: Callable[[], None]) -> bool:
-        """True if an evaluation is due on this worker, which must start no new groups; it runs at once if the engine is `idle`."""
-        if shares and not self._shares:  # another worker may have evaluated since
-            self._open_or_refresh(meanwhile)
+        """Run the next evaluation if one is due and the engine is `idle`; True if one was due, so that the worker must start no group.
+
+        `shares`: evaluations run on this worker's engine, as on one rollout worker at a time. `meanwhile` is called between decode steps.
+        """
+        if shares and not self._shares:
+            if self._evaluations is not None:
+                self._evaluations.read_done()  # another worker may have evaluated since
+            else:
+                self.engine = self.engine if self.wrap is None else self.wrap(self.engine)
+                self._evaluations = Evaluations.open(self.session, self.engine, meanwhile=meanwhile)
         self._shares = shares
         if not shares or self._evaluations is None:
             return False
@@ -180,13 +184,6 @@ class SharedEngine:
         if self._evaluations is not None:
             self._evaluations.close()
         self.engine.close()  # a wrapper closes the engine that it wraps
-
-    def _open_or_refresh(self, meanwhile: Callable[[], None]) -> None:
-        if self._evaluations is None:
-            self.engine = self.engine if self.wrap is None else self.wrap(self.engine)
-            self._evaluations = Evaluations.open(self.session, self.engine, meanwhile=meanwhile)
-        else:
-            self._evaluations.read_done()
 
 
 def main(session: Session) -> None:

@@ -77,24 +77,27 @@ class Admission:
         return self.dropped_below + len(self._dropped - self.ledger.stale) + len(self.ledger.stale)
 
     def admissible(self, limit: int) -> int:
-        """Number of groups below `limit` that wait for a free slot; 0 once no further prompt will come."""
+        """Number of groups below number `limit` that wait for a worker's free slot; 0 once no further prompt will come."""
         return 0 if self.choices.exhausted else max(0, limit - self.admitted)
 
     def start_offsets(self, committed: Mapping[Partition, Committed]) -> dict[Partition, int]:
-        """Start offsets in `prompts` and `groups` from the previous feeder's commits; empty if their metadata contradict each other."""
+        """Restore the counts of the previous feeder from its commits; return its offsets in `prompts` and `groups`, from which to read.
+
+        Empty, and no counts, if the metadata of the commits are missing or differ, or if the choice of rows depends on all outcomes.
+        """
         texts = {commit.metadata for commit in committed.values()}
-        note = offset_metadata.decode(FeederOffsetMetadata, texts.pop()) if len(texts) == 1 else None
-        if note is None or self.choices.remembers:
+        counts = offset_metadata.decode(FeederOffsetMetadata, texts.pop()) if len(texts) == 1 else None
+        if counts is None or self.choices.remembers:
             return {}
-        self.choices.next_position = note.place
-        self.admitted = self.ended_below = note.ended
-        self.dropped_below = note.dropped
+        self.choices.next_position = counts.place
+        self.admitted = self.ended_below = counts.ended
+        self.dropped_below = counts.dropped
         starts = {partition: commit.offset or 0 for partition, commit in committed.items()}
         self._ends = {(topic.removeprefix(f"{self.run}."), p): offset for (topic, p), offset in starts.items()}
         return starts
 
     def count_on(self, resume_point: ResumePoint, *, stale: int) -> None:
-        """Start from a resume point, without the previous feeder's metadata; `stale` groups had become stale before it."""
+        """Take the counts from a trainer's resume point instead of a feeder's metadata; `stale` groups had become stale before it."""
         self.admitted = self.ended_below = resume_point.below
         self.dropped_below = resume_point.drops - stale
         self._reads_all = True
@@ -130,7 +133,7 @@ class Admission:
             self.ledger.apply(record)
 
     def admit(self, group: int, partition: int, offset: int = 0, *, choice: Choice) -> None:
-        """Record that a group's prompt is in a partition, or about to be."""
+        """Count a group as admitted, whose prompt is at this partition and offset or is about to be written there."""
         if group < self.ended_below:
             if self._reads_all:
                 self.choices.requested(group, choice)
@@ -164,7 +167,7 @@ class Admission:
         self._pass_ended()
 
     def _pass_ended(self) -> None:
-        """Forget the oldest groups that have ended, except one whose prompt will be retried."""
+        """Raise `ended_below` over groups that have ended, and forget their state; a group whose prompt will be retried stops it."""
         while self.ended_below in self.ended and self.ended_below not in self.choices.awaiting:
             done = self.ended_below
             self.dropped_below += done in self._dropped and done not in self.ledger.stale
@@ -209,11 +212,12 @@ def main(session: Session) -> None:
 
 
 def _nothing_admitted(session: Session, data: Data) -> Admission:
-    chosen, limit = session.config.data, session.info.get("prompts")
-    skipped = {data.at(number) for number in chosen.skip_rows}
+    """The state of a feeder before it has read any record: the order of the data's rows, and no admitted group."""
+    settings = session.config.data
     choices = Choices(
-        order=data.order(session.config), limit=limit, solved=chosen.skip_solved, unsolved=chosen.skip_unsolved, skipped=skipped
-    )
+        order=data.order(session.config), limit=session.info.get("prompts"), solved=settings.skip_solved, unsolved=settings.skip_unsolved,
+        skipped={data.at(number) for number in settings.skip_rows},
+    )  # fmt: skip
     state, rows_before = LedgerState(session.run, newest_only=True), dict(enumerate(data.rows_before))
     return Admission(session.run, session.config.partitions, state, choices=choices, rows_before=rows_before)
 
@@ -247,10 +251,10 @@ def _counts(state: Admission, session: Session) -> dict[str, float]:
 
 
 def _catch_up(session: Session, state: Admission) -> Tail:
-    """Read the run's records from the previous feeder's offsets to their ends; returns the tail that follows them.
+    """Read the run's records from the previous feeder's offsets to their current ends; return the tail that delivers later records.
 
-    If its metadata have expired and records were deleted, the counts come from the newest resume point. Raises `Unrecoverable` without
-    one.
+    If its offset metadata have expired and records were deleted, the counts come from the newest step's resume point; raises
+    `Unrecoverable` if there is none.
     """
     group, count = f"{session.run}.feeder", session.config.partitions
     prompt_starts: dict[Partition, Start] = {(session.topic("prompts"), p): "earliest" for p in range(count)}
@@ -273,7 +277,10 @@ def _catch_up(session: Session, state: Admission) -> Tail:
 
 
 def _count_on(session: Session, state: Admission) -> None:
-    """Take counts from the newest resume point, because records were deleted: the remaining ones would admit too many prompts."""
+    """Take the counts from the newest step's resume point, because counting the records that were not deleted would admit too many prompts.
+
+    Raises `Unrecoverable` if there is none.
+    """
     stale, newest = 0, None
     for entry in RunReader(session.log, session.run).entries():
         stale += len(entry.groups) if entry.kind == "stale" else 0
@@ -286,16 +293,16 @@ def _count_on(session: Session, state: Admission) -> None:
 
 
 def _apply(session: Session, state: Admission, record: Record) -> None:
-    """Apply a record; an unusable one is left to the role that owns its topic."""
-    try:
-        with session.dead_letters.decoding(record):
-            state.apply(record)
-    except Unusable:
-        return
+    """Apply a record to the state; an unusable one is skipped, because the role that owns its topic writes the dead letter."""
+    with contextlib.suppress(Unusable), session.dead_letters.decoding(record):
+        state.apply(record)
 
 
 def _admissible(state: Admission, session: Session, data: Data, renderer: Renderer) -> list[Outgoing]:
-    """The prompts that the rules and the owners' free slots allow now."""
+    """Admit as many groups as the schedule and the workers' free slots allow now; return their prompts as records to write.
+
+    Empty if none is allowed; the worker's status then tells what it waits for.
+    """
     batch: list[Outgoing] = []
     schedule, reporter = session.schedule, session.reporter
     limit = _limit(state, session)
@@ -336,7 +343,7 @@ def _admissible(state: Admission, session: Session, data: Data, renderer: Render
 
 
 def _owners(state: Admission, session: Session, pool: str | None) -> list[str | None]:
-    """The worker that owns each partition; None if none reports, or if the partition belongs to another pool."""
+    """The worker that owns each partition; None if none reports, or if the partition is not of the rollout pool `pool` (None: any)."""
     owners = state.presence.owners
     if pool is None:
         return owners
@@ -346,6 +353,7 @@ def _owners(state: Admission, session: Session, pool: str | None) -> list[str | 
 def _prompt(
     session: Session, data: Data, renderer: Renderer, choice: Choice, row: Row, *, number: int, slot: int, min_version: int
 ) -> Prompt:
+    """Render a data row as the prompt of group `number`; `slot` is its position among the trained groups."""
     source, epoch, _ = choice.turn
     text, token_ids = renderer.render(row)
     # Every turn of an episode renders the conversation: its driver needs the messages.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampling
-from penstock.infra.log import Assigned, Pending, Producer, Tail
+from penstock.infra.log import Assigned, Commits, Pending, Producer, Tail
 from penstock.pipeline.agents.engine import turn_number
 from penstock.pipeline.runtime import offset_metadata
 from penstock.pipeline.runtime.offset_metadata import CallOffsetMetadata
@@ -80,7 +80,7 @@ class CallTasks:
     """Number -> the task that the engine generates, or has generated without its reply being sent."""
 
     def revoke(self) -> None:
-        """Forget all partitions and every call that is not in flight; calls of partitions that stay are delivered again."""
+        """Forget all partitions, and every call that is not in flight: if its partition stays with this worker, it is delivered again."""
         self.partitions.clear()
         self.tasks = {task.key: task for task in self.tasks.values() if task.sent is not None or self.generating.get(task.number) is task}
 
@@ -89,10 +89,10 @@ class CallTasks:
 
     def gone(self) -> list[CallTask]:
         """Drop and return the calls whose partitions another worker now owns."""
-        gone = [task for task in self.tasks.values() if task.partition not in self.partitions]
-        for task in gone:
+        lost = [task for task in self.tasks.values() if task.partition not in self.partitions]
+        for task in lost:
             del self.tasks[task.key]
-        return gone
+        return lost
 
     def add(self, call: Call, key: TurnKey, *, partition: int, offset: int) -> None:
         """Queue a call unless it has a reply or is already queued."""
@@ -111,7 +111,7 @@ class CallTasks:
             owned.position = max(owned.position, offset + 1)
 
     def replied(self, partition: int, key: TurnKey, offset: int) -> CallTask | None:
-        """Record that a reply is in the log, from any worker; returns its call if that was queued here."""
+        """Record that the reply to the call `key` is at this offset of `replies`, from any worker; return the call if queued here."""
         owned, task = self.partitions.get(partition), self.tasks.pop(key, None)
         if owned is not None:
             owned.replies_end = max(owned.replies_end, offset + 1)
@@ -124,7 +124,10 @@ class CallTasks:
         return [task for _, task in sorted(ready.items())]
 
     def watermarks(self) -> dict[int, tuple[int, str]]:
-        """Partition -> (offset, metadata) to commit, for partitions that have moved since the last call."""
+        """Partition of `calls` -> (offset, metadata) to commit, for those where either has changed since the last call.
+
+        The offset is that of the first call without a reply in the log.
+        """
         lowest: dict[int, int] = {}
         for task in self.tasks.values():
             lowest[task.partition] = min(task.offset, lowest.get(task.partition, task.offset))
@@ -135,9 +138,9 @@ class CallTasks:
             while not inherited and len(owned.replied) > MAX_REPLIED and next(iter(owned.replied.values()))[1] < offset:
                 owned.replied.popitem(last=False)
             first = min((reply for reply, _ in owned.replied.values()), default=owned.replies_end)
-            mark = offset, offset_metadata.encode(CallOffsetMetadata(first))
-            if mark != owned.committed:
-                moved[number] = owned.committed = mark
+            commit = offset, offset_metadata.encode(CallOffsetMetadata(first))
+            if commit != owned.committed:
+                moved[number] = owned.committed = commit
         return moved
 
 
@@ -165,11 +168,12 @@ class CallWorker(GenerationLoop):
         return cls(session, engine, weights, member, session.log.producer(linger_ms=0.0), **shared)
 
     def turn(self) -> None:
-        """One turn of the loop; first check that no reply failed to be sent."""
+        """One iteration of the main loop. Raises `LogError` if a reply could not be sent."""
         self.producer.check()
         GenerationLoop.turn(self)
 
     def drain_samples(self) -> None:
+        """Send finished replies and commit offsets before the worker exits, so that the next owner generates only what is missing."""
         self._publish_completions()
         self.producer.flush(10.0)
         self._acknowledge()
@@ -188,25 +192,27 @@ class CallWorker(GenerationLoop):
 
     def _assigned(self, event: Assigned) -> None:
         """Drop calls that other workers now own, and read from `replies` which of the remaining calls have one."""
-        topic, replies_topic = self.session.topic("calls"), self.session.topic("replies")
-        ends = self.session.log.end_offsets(event.partitions)
-        notes = {at: offset_metadata.decode(CallOffsetMetadata, committed.metadata) for (_, at), committed in event.partitions.items()}
+        topic, replies_topic, log = self.session.topic("calls"), self.session.topic("replies"), self.session.log
+        ends, owned = log.end_offsets(event.partitions), {partition: committed for (_, partition), committed in event.partitions.items()}
         if self._seen is not None:
             self._seen.close()
-        first_offsets = self.session.log.beginning_offsets((replies_topic, at) for at in notes)
-        starts = {at: max(first_offsets[replies_topic, at], note.replies if note else 0) for at, note in notes.items()}
-        self._seen = self.session.log.tail({(replies_topic, at): start for at, start in starts.items()}) if notes else None
-        for (_, at), committed in event.partitions.items():
-            self.tasks.assign(at, offset=committed.offset or 0, inherited_end=ends[topic, at], replies_end=starts[at])
+        starts = {partition: first for (_, partition), first in log.beginning_offsets((replies_topic, p) for p in owned).items()}
+        for partition, committed in owned.items():
+            if (metadata := offset_metadata.decode(CallOffsetMetadata, committed.metadata)) is not None:
+                starts[partition] = max(starts[partition], metadata.replies)
+            end, start = ends[topic, partition], starts[partition]
+            self.tasks.assign(partition, offset=committed.offset or 0, inherited_end=end, replies_end=start)
+        self._seen = log.tail({(replies_topic, partition): start for partition, start in starts.items()}) if owned else None
         self._read_replies()
         for task in self.tasks.gone():
             self._drop(task)
         self._settled = True
         reporter = self.session.reporter
-        reporter.labels["calls"] = ",".join(str(at) for at in sorted(notes))
+        reporter.labels["calls"] = ",".join(map(str, sorted(owned)))
         reporter.status(force=True)
 
     def _read_replies(self) -> None:
+        """Read the new records of `replies`, and drop the calls that they reply to."""
         for record in read_to_current_end(self.session.log, self._seen) if self._seen is not None else ():
             try:
                 claims = replies.check(record, run=self.session.run)
@@ -226,6 +232,7 @@ class CallWorker(GenerationLoop):
         self.tasks.revoke()
 
     def _received(self, record: Record) -> None:
+        """Queue the call in a record; an unusable record becomes a dead letter."""
         self.tasks.passes(record.partition, record.offset)
         try:
             with self.session.dead_letters.decoding(record):
@@ -236,18 +243,20 @@ class CallWorker(GenerationLoop):
         self.tasks.add(call, calls.key_of(claims), partition=record.partition, offset=record.offset)
 
     def _refresh(self) -> None:
+        """Under a schedule that loads between decode steps: load newer weights, and abort calls whose turns would be stale."""
         schedule = self.session.schedule
         if schedule.loads_at != "step":
             return
         if self.weights.version > self.engine.version and self.tasks.generating:
             self._load()
         if schedule.stale_in_hand == "abort":
-            for held in self.engine.groups_in_flight():
-                if held.oldest_version is not None and self._already_stale(held.oldest_version):
-                    self._ended(self.engine.abort(held.group))
+            for turn in self.engine.groups_in_flight():
+                if turn.oldest_version is not None and self._already_stale(turn.oldest_version):
+                    self._ended(self.engine.abort(turn.group))
                     self.session.reporter.add("aborted_calls")
 
     def _has_work(self) -> bool:
+        """True if a waiting call may start under the newest weights; otherwise report what the worker waits for."""
         newest, waiting = max(self.engine.version, self.weights.version), self.tasks.waiting()
         ready = any(rules.may_start(min_version=task.call.min_version, loaded_version=newest) for task in waiting)
         if ready and not self._already_stale(newest):
@@ -259,6 +268,7 @@ class CallWorker(GenerationLoop):
         return False
 
     def _start(self) -> None:
+        """Submit waiting calls while the engine has room, the lowest group first; a call that needs newer weights has them loaded."""
         schedule, newest = self.session.schedule, self.weights.version
         if not self.engine.has_room or not self.tasks.tasks or self._already_stale(max(self.engine.version, newest)):
             return
@@ -277,14 +287,12 @@ class CallWorker(GenerationLoop):
                     return  # the weights change between calls
                 if not self._load():
                     return
-            self._start_task(task)
-
-    def _start_task(self, task: CallTask) -> None:
-        self.tasks.generating[task.number] = task
-        self.session.reporter.doing(Activity.BUSY, "generating")
-        self.engine.submit(self._request(task))
+            self.tasks.generating[task.number] = task
+            self.session.reporter.doing(Activity.BUSY, "generating")
+            self.engine.submit(self._request(task))
 
     def _request(self, task: CallTask) -> GroupRequest:
+        """The engine's request for one turn: the call's context and sampling settings, with the run's seed."""
         call = task.call
         sampling = Sampling(
             temperature=call.temperature, top_p=call.top_p, top_k=call.top_k, max_new_tokens=call.max_new_tokens,
@@ -296,6 +304,7 @@ class CallWorker(GenerationLoop):
         )  # fmt: skip
 
     def _wait(self) -> None:
+        """Wait for weights if calls need them; otherwise load a newer version, or wait for calls."""
         if any(task.sent is None for task in self.tasks.tasks.values()):
             self.weights.wait(IDLE_WAIT_S)
         elif self.weights.version > self.engine.version:
@@ -317,6 +326,7 @@ class CallWorker(GenerationLoop):
                 self._completed.append((task, completion))
 
     def _publish_completions(self) -> None:
+        """Send replies to the turns that have ended; one generated under a version that is not in the log yet waits for that."""
         if not self._settled or not self._completed:
             return
         completed, self._completed = self._completed, []
@@ -340,11 +350,9 @@ class CallWorker(GenerationLoop):
             assert task.sent is not None
             self.tasks.replied(task.partition, task.key, task.sent.offset(0.0))
 
-    def _commit(self) -> None:
-        self._committed = time.monotonic()
+    def _offsets_to_commit(self) -> Commits:
         topic = self.session.topic("calls")
-        if moved := {(topic, partition): mark for partition, mark in self.tasks.watermarks().items()}:
-            self.member.commit(moved)
+        return {(topic, partition): commit for partition, commit in self.tasks.watermarks().items()}
 
     def _measure(self) -> None:
         self._measured = time.monotonic()

@@ -14,7 +14,7 @@ from typing import Literal
 from penstock.infra.engines.base import Completion, Engine
 from penstock.infra.engines.shared_device import POLL_S as DEVICE_POLL_S
 from penstock.infra.engines.shared_device import SharedDevice
-from penstock.infra.log import Assigned, Member, Records, Revoked
+from penstock.infra.log import Assigned, Commits, Member, Records, Revoked
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.weights.receive import WeightPrefetch
 from penstock.pipeline.scheduling import rules
@@ -63,7 +63,7 @@ class GenerationLoop(ABC):
                 self.device.close()
 
     def turn(self) -> None:
-        """One turn: read records, publish finished samples, load newer weights, fill the engine, decode one step, commit."""
+        """One iteration of the main loop: read records, publish finished samples, load newer weights, fill the engine, decode one step."""
         self._exchange()
         use = self._device_use()
         if use != "none":
@@ -82,9 +82,10 @@ class GenerationLoop(ABC):
         self.session.reporter.status()
 
     def _device_use(self) -> Literal["none", "end", "start"]:
-        """Return what this worker may do with the shared device now: `start` new groups, `end` those in flight, or `none`.
+        """Return what this worker may do with the device that it shares with the trainer, acquiring or releasing it as needed.
 
-        `end`: another process waits. A worker that has just acquired the device always fills its free slots first.
+        "start": start new groups; always without a shared device. "end": only finish those in flight, because another process waits.
+        "none": nothing. A worker that has just acquired the device always fills its free slots first.
         """
         device = self.device
         if device is None:
@@ -103,15 +104,17 @@ class GenerationLoop(ABC):
         return "none"
 
     def _evaluates(self, *, idle: bool) -> bool:
-        """True if an evaluation uses this worker's engine, or waits for it to become idle."""
+        """True if an evaluation is due on this worker's engine; with `idle`, the engine generates nothing and the evaluation runs now."""
         return self.shared_engine is not None and self.shared_engine.takes(shares=self._shares, idle=idle, meanwhile=self._keep_up)
 
     def _keep_up(self) -> None:
+        """Do the loop's work apart from generating, between the decode steps of an evaluation."""
         self._exchange()
         self._commit_done()
         self.session.reporter.status()
 
     def _exchange(self) -> None:
+        """Read new records and publish finished samples. Raises an error of the thread that fetches weights."""
         self.weights.check()
         self._take(0.0)
         self._publish_completions()
@@ -154,7 +157,8 @@ class GenerationLoop(ABC):
         """Publish nothing until the new owners of the work in flight are determined."""
 
     @abstractmethod
-    def _received(self, record: Record) -> None: ...
+    def _received(self, record: Record) -> None:
+        """Queue the work in a record; an unusable record becomes a dead letter."""
 
     @abstractmethod
     def _publish_completions(self) -> None:
@@ -182,15 +186,20 @@ class GenerationLoop(ABC):
 
     @abstractmethod
     def _acknowledge(self) -> None:
-        """Record which records the log has acknowledged."""
+        """Record which of the sent records the log has acknowledged."""
 
     @abstractmethod
-    def _commit(self) -> None:
-        """Commit each partition's offset up to the first record without an acknowledged result."""
+    def _offsets_to_commit(self) -> Commits:
+        """The offset of each partition's first record without an acknowledged result, with metadata; only those that have moved."""
 
     @abstractmethod
     def _measure(self) -> None:
         """Report the engine's counters."""
+
+    def _commit(self) -> None:
+        self._committed = time.monotonic()
+        if offsets := self._offsets_to_commit():
+            self.member.commit(offsets)
 
     def _take(self, wait_s: float) -> None:
         """Apply assignments, revocations and records that arrive within `wait_s`."""
@@ -208,7 +217,7 @@ class GenerationLoop(ABC):
                         self._received(record)
 
     def _already_stale(self, version: int) -> bool:
-        """True if samples of `version` would be stale; counts from the newest announced version, fetched or not."""
+        """True if samples generated under `version` would be stale at the newest published version, whether it is fetched or not."""
         newest, max_lag = self.weights.state.newest_version, self.session.schedule.max_lag
         return rules.will_be_stale(newest_version=newest, policy_version_min=version, max_lag=max_lag)
 
@@ -218,7 +227,7 @@ class GenerationLoop(ABC):
         return all(span.version <= published for completion in completions for span in completion.spans)
 
     def _load(self) -> bool:
-        """Load the newest available weights into the engine; False if a newer version is replacing them in memory just now."""
+        """Load the newest fetched weights into the engine; False if none is newer than its own, as while one is being fetched."""
         with self.weights.taken() as (version, tensors):
             if version <= self.engine.version:
                 return False
@@ -231,6 +240,7 @@ class GenerationLoop(ABC):
         return True
 
     def _decode(self) -> None:
+        """Run one decode step of the engine, and store the completions that end with it."""
         started = time.monotonic()
         completions = self.engine.step()
         self.session.reporter.add("generate_s", time.monotonic() - started)

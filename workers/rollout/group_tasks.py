@@ -39,7 +39,7 @@ class PublishedSamples:
         self._tail: Tail | None = None
 
     def follow(self, starts: Mapping[int, int]) -> list[Published]:
-        """Follow other partitions, each from its start offset or the first retained record; returns their samples."""
+        """Follow exactly these partitions of `rollouts`, each from its start offset or the first retained record; return their samples."""
         self.close()
         if starts:
             first_offsets = self._log.beginning_offsets((self._topic, partition) for partition in starts)
@@ -64,6 +64,7 @@ class PublishedSamples:
         return self._tail.position((self._topic, partition))
 
     def skip(self, partition: int, offset: int) -> None:
+        """Continue in a partition at this offset, because the samples before it are this worker's own."""
         assert self._tail is not None
         self._tail.seek((self._topic, partition), offset)
 
@@ -121,6 +122,7 @@ class GroupTask:
         self.started, self.generating = True, set(samples)
 
     def take(self, completion: Completion) -> None:
+        """Store a sample that the engine returned, if still needed; one with a broken environment only once no other can take its place."""
         if completion.sample in self.generating:
             self.generating.discard(completion.sample)
             if self.needed and completion.sample not in self.published:
@@ -129,12 +131,13 @@ class GroupTask:
             self.completed[sample] = self.broken.pop(sample)
 
     def send(self, samples: Iterable[int], pending: Pending) -> None:
+        """Record that these completed samples are being sent in one record."""
         for sample in samples:
             del self.completed[sample]
             self.sent[sample] = pending
 
     def acknowledge(self) -> Iterator[tuple[int, int]]:
-        """(sample, offset) of each sent sample that was acknowledged since the last call. Raises `LogError` if sending one failed."""
+        """Yield (sample, offset) of each sent sample that was acknowledged since the last call. Raises `LogError` if sending one failed."""
         for sample, pending in list(self.sent.items()):
             if pending.done():
                 del self.sent[sample]
@@ -184,7 +187,7 @@ class GroupTasks:
     """Groups whose prompt was delivered since the partitions were assigned."""
 
     def revoke(self) -> None:
-        """Forget all partitions and every group that has not started; groups of partitions that stay are delivered again."""
+        """Forget all partitions, and every group that has not started: if its partition stays with this worker, it is delivered again."""
         self.partitions.clear()
         self.tasks = {task.group: task for task in self.groups_in_flight()}
         self._delivered = IdSet()
@@ -230,9 +233,9 @@ class GroupTasks:
             owned.early.setdefault(group, {}).setdefault(sample, offset)
 
     def acknowledge(self) -> int:
-        """Record which sent samples were acknowledged; returns the number of groups that are done with them.
+        """Record which sent samples the log has acknowledged; return the number of groups that are finished thereby.
 
-        A gap in the offsets of a partition means that another process has written there.
+        A gap in the acknowledged offsets of a partition means that another process has written there.
         """
         finished = 0
         for task in self.groups_in_flight():
@@ -252,7 +255,10 @@ class GroupTasks:
         owned.rollouts_end, owned.gap = max(owned.rollouts_end, end), False
 
     def watermarks(self) -> dict[int, tuple[int, str]]:
-        """Partition -> (offset, metadata) to commit, for partitions that have moved since the last call; drops tasks below."""
+        """Partition of `prompts` -> (offset, metadata) to commit, for those where either has changed since the last call.
+
+        The offset is that of the first prompt whose samples are not all acknowledged; done groups before it are forgotten.
+        """
         moved = {}
         for number, owned in self.partitions.items():
             tasks = [task for task in self.tasks.values() if task.partition == number]
@@ -263,7 +269,7 @@ class GroupTasks:
             owned.early = {group: samples for group, samples in owned.early.items() if group > owned.newest}
             offsets = [task.published for task in tasks if task.group in self.tasks] + list(owned.early.values())
             first = min((at for samples in offsets for at in samples.values()), default=owned.rollouts_end)
-            mark = offset, offset_metadata.encode(RolloutOffsetMetadata(first))
-            if mark != owned.committed:
-                moved[number] = owned.committed = mark
+            commit = offset, offset_metadata.encode(RolloutOffsetMetadata(first))
+            if commit != owned.committed:
+                moved[number] = owned.committed = commit
         return moved

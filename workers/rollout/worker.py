@@ -51,6 +51,7 @@ class GroupWorker(GenerationLoop):
         return cls(session, engine, weights, session.member("prompts", max_records=64), published, tasks, **shared)
 
     def drain_samples(self) -> None:
+        """Publish finished samples and commit offsets before the worker exits, so that the next owner generates only what is missing."""
         self._take(0.0)
         self._publish_completions(everything=True)
         self.session.producer.flush(10.0)
@@ -78,8 +79,8 @@ class GroupWorker(GenerationLoop):
                 del self.tasks.tasks[task.group]
                 self.session.reporter.add("dropped_groups")
         ends = self.session.log.end_offsets((topic, partition) for partition in owned)
-        notes = {partition: offset_metadata.decode(RolloutOffsetMetadata, committed.metadata) for partition, committed in owned.items()}
-        samples = self.published.follow({partition: note.rollouts if note else 0 for partition, note in notes.items()})
+        metadata = {partition: offset_metadata.decode(RolloutOffsetMetadata, committed.metadata) for partition, committed in owned.items()}
+        samples = self.published.follow({partition: each.rollouts if each else 0 for partition, each in metadata.items()})
         for partition, committed in owned.items():
             inherited_end, rollouts_end = ends[topic, partition], self.published.position(partition)
             self.tasks.assign(partition, offset=committed.offset or 0, inherited_end=inherited_end, rollouts_end=rollouts_end)
@@ -88,7 +89,7 @@ class GroupWorker(GenerationLoop):
         self._abort_surplus()
         self._settled = True
         reporter = self.session.reporter
-        reporter.labels["partitions"] = ",".join(str(partition) for partition in sorted(owned))
+        reporter.labels["partitions"] = ",".join(map(str, sorted(owned)))
         reporter.values["slots"] = self.session.config.slots
         reporter.status(force=True)
 
@@ -96,6 +97,7 @@ class GroupWorker(GenerationLoop):
         self.tasks.revoke()
 
     def _received(self, record: Record) -> None:
+        """Queue the prompt in a record; an unusable record becomes a dead letter, a repeated group is reported as a duplicate."""
         try:
             with self.session.dead_letters.decoding(record):
                 prompt = prompts.read(record, run=self.session.run)[1]
@@ -104,7 +106,7 @@ class GroupWorker(GenerationLoop):
             self.session.dead_letters.write(record, error)
             return
         if not self.tasks.add(record, prompt):
-            self.session.reporter.duplicate(f"prompt of group {prompt.group} at {record.topic}/{record.partition}/{record.offset}")
+            self.session.reporter.duplicate(f"prompt of group {prompt.group} at {record.id}")
 
     def _read_published(self) -> None:
         """Read which samples other workers have published since the partitions were assigned."""
@@ -117,6 +119,7 @@ class GroupWorker(GenerationLoop):
         self._abort_surplus()
 
     def _refresh(self) -> None:
+        """Under a schedule that loads between decode steps: load newer weights, and abort groups that would be stale."""
         if self.session.schedule.loads_at != "step":
             return
         if self.weights.version > self.engine.version and self.tasks.groups_in_flight():
@@ -133,7 +136,7 @@ class GroupWorker(GenerationLoop):
         return self._next(self.weights.version) is not None
 
     def _next(self, newest: int) -> GroupTask | None:
-        """The group to start next, if version `newest` can be loaded; None, after reporting what the worker waits for, if there is none."""
+        """Return the group to start next, given that version `newest` can be loaded; None if all wait, which an idle worker reports."""
         waiting, loaded = self.tasks.waiting(), self.engine.version
         pairs = [(task.group, task.prompt.min_version) for task in waiting]
         index = rules.next_in_line(pairs, loaded_version=loaded, newest_version=newest)
@@ -148,6 +151,7 @@ class GroupWorker(GenerationLoop):
         return None
 
     def _start(self) -> None:
+        """Start waiting groups while the engine has room, the lowest first; a group that needs newer weights has them loaded."""
         schedule, newest = self.session.schedule, self.weights.version
         while self.engine.has_room and (task := self._next(newest)) is not None:
             loaded = self.engine.version
@@ -171,6 +175,7 @@ class GroupWorker(GenerationLoop):
             self.engine.submit(request_of(task.prompt, samples, config=self.session.config, stop_ids=stop_ids))
 
     def _wait(self) -> None:
+        """Wait for weights if groups need them; otherwise load a newer version, or wait for prompts."""
         if self.tasks.waiting():
             self.weights.wait(IDLE_WAIT_S)
         elif self.weights.version > self.engine.version:
@@ -179,6 +184,7 @@ class GroupWorker(GenerationLoop):
             self._take(0.01 if any(task.sent or task.completed for task in self.tasks.groups_in_flight()) else IDLE_WAIT_S)
 
     def _ended(self, completions: list[Completion]) -> None:
+        """Store completions in their groups, and stop generating for groups that now have all their samples."""
         if completions and not any(task.completed for task in self.tasks.groups_in_flight()):
             self._gathered = time.monotonic()
         for completion in completions:
@@ -228,18 +234,15 @@ class GroupWorker(GenerationLoop):
         if finished := self.tasks.acknowledge():
             self.session.reporter.add("groups", finished)
 
-    def _commit(self) -> None:
-        self._committed = time.monotonic()
+    def _offsets_to_commit(self) -> Commits:
+        """The offsets of `prompts` to commit; if another process has written to `rollouts`, its samples are read first."""
         if any(owned.gap for owned in self.tasks.partitions.values()):
             self._read_published()
-        if moved := self._marks():
-            self.member.commit(moved)
-
-    def _marks(self) -> Commits:
         topic = self.session.topic("prompts")
-        return {(topic, partition): mark for partition, mark in self.tasks.watermarks().items()}
+        return {(topic, partition): commit for partition, commit in self.tasks.watermarks().items()}
 
     def _measure(self) -> None:
+        """Report the staleness of the groups in flight and the engine's counters."""
         self._measured = time.monotonic()
         newest = self.weights.state.newest_version
         lags = [max(0, newest - group.oldest_version) for group in self.engine.groups_in_flight() if group.oldest_version is not None]
