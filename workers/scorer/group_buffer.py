@@ -83,13 +83,12 @@ class PartitionGroups:
 
     def start(self, *, prompts: int, metadata: str) -> None:
         """Start at the committed offset in `prompts`, with its metadata; without metadata all of `groups` is read."""
-        note = offset_metadata.decode(ScorerOffsetMetadata, metadata) or ScorerOffsetMetadata(below=0, groups=0)
         self.prompts_position = prompts
-        self.below, self.groups_position = note.below, note.groups
+        self.below, self.groups_position = offset_metadata.decode(ScorerOffsetMetadata, metadata) or (0, 0)
         self.newest = self.below - 1
 
     def note(self, *, without: Collection[int] = ()) -> str:
-        """Offset metadata for the next owner, as if the groups in `without` had ended."""
+        """Offset metadata to commit for the next owner, as if the groups in `without` had ended; empty if it must read all of `groups`."""
         if not self.rising:
             return ""
         below = min((group.group for group in self._unfinished(without) if group.prompt), default=self.newest + 1)
@@ -97,7 +96,7 @@ class PartitionGroups:
         return offset_metadata.encode(ScorerOffsetMetadata(below=below, groups=min(self.outcomes.values(), default=self.groups_position)))
 
     def out_of_order(self, group: int) -> bool:
-        """True if a prompt's number contradicts `below`, so that all of `groups` must be read."""
+        """True if prompts do not come in rising order, as this group's shows: then `below` is wrong, and all of `groups` must be read."""
         return self.rising and group <= self.newest and group not in self.finished and not (group in self.open and self.open[group].prompt)
 
     def distrust(self) -> None:
@@ -150,13 +149,14 @@ class PartitionGroups:
         return [group for group in self.open.values() if group.prompt and not group.submitted and group.opened_s < latest_s]
 
     def orphans(self, *, now_s: float) -> list[OpenGroup]:
-        """Groups with samples that have lacked a prompt for long: the prompt is late or missing, or the group had ended (`below`)."""
+        """Groups whose samples have waited `ORPHAN_AFTER_S` for a prompt, late, missing, or of a group that had ended (`below`)."""
         return [group for group in self.open.values() if group.prompt is None and now_s - group.seen_s > ORPHAN_AFTER_S]
 
     def _unfinished(self, without: Collection[int]) -> list[OpenGroup]:
         return [group for number, group in self.open.items() if number not in without]
 
     def _group(self, group: int, now_s: float) -> OpenGroup:
+        """Return the open group with this number, opened now if it is new."""
         if group not in self.open:
             self.open[group] = OpenGroup(group, seen_s=now_s, opened_s=self.present_s)
         return self.open[group]
@@ -173,6 +173,7 @@ class RolloutReports:
     """
 
     def __init__(self, session: Session) -> None:
+        """Follow `metrics` from its current end."""
         self._session = session
         self.clock, self._looked_s = WorkingClock(), 0.0
         labels = (PROMPTS, CALLS) if session.config.turns_by_log else (PROMPTS,)
@@ -184,7 +185,7 @@ class RolloutReports:
         return self.clock.now_s
 
     def pass_time(self, owned: Iterable[PartitionGroups], *, working: bool) -> None:
-        """Advance the clock, and those of the partitions whose rollout worker reports."""
+        """Advance the clock, and `present_s` of each owned partition whose rollout worker reports; `working` is False during an outage."""
         before = self.clock.now_s
         now = self.clock.tick(working=working)
         if now - self._looked_s >= LOOK_EVERY_S:
@@ -200,6 +201,7 @@ class RolloutReports:
         self._tail.close()
 
     def _read(self) -> None:
+        """Apply the new reports of the workers that own partitions of `prompts` or `calls`."""
         for record in self._tail.poll(0.0, max_records=5000):
             with contextlib.suppress(Unusable):  # the tracker owns reading `metrics`
                 if (metrics.check(record, run=self._session.run).worker or "").startswith(tuple(generating_roles())):
@@ -213,9 +215,9 @@ LATE_LIMIT_S = 5.0
 
 
 def reject_orphans(session: Session, state: PartitionGroups, *, now_s: float) -> None:
-    """Write dead letters about samples whose prompt is not in the log; samples whose prompt is only late stay."""
+    """Drop groups whose prompt is not in the log, and write a dead letter about each sample; one whose prompt is late stays open."""
     suspects = state.orphans(now_s=now_s)
-    late = _prompts_to_come(session, state) if suspects else frozenset()
+    late = _prompts_to_come(session, state) if suspects else ()
     for group in suspects:
         if late is None or group.group in late:
             group.seen_s = now_s
@@ -228,21 +230,17 @@ def reject_orphans(session: Session, state: PartitionGroups, *, now_s: float) ->
             session.dead_letters.write(record, error)
 
 
-def _prompts_to_come(session: Session, state: PartitionGroups) -> frozenset[int] | None:
-    """Groups whose prompts are in the log but have not been read; None if the log cannot be read."""
-    group_numbers = set()
-    tail = None
+def _prompts_to_come(session: Session, state: PartitionGroups) -> Collection[int | None] | None:
+    """Numbers of the groups whose prompts are in the log but have not been read; None if the log cannot be read."""
+    numbers = set[int | None]()
     try:
-        tail = session.log.tail({(session.topic("prompts"), state.partition): state.prompts_position})
-        for record in tail.read_to_end(LATE_LIMIT_S, include_open=True):
-            with contextlib.suppress(Unusable):
-                group_numbers.add(prompts.check(record, run=session.run).group)
+        with contextlib.closing(session.log.tail({(session.topic("prompts"), state.partition): state.prompts_position})) as tail:
+            for record in tail.read_to_end(LATE_LIMIT_S, include_open=True):
+                with contextlib.suppress(Unusable):
+                    numbers.add(prompts.check(record, run=session.run).group)
     except LogError:
         return None
-    finally:
-        if tail is not None:
-            tail.close()
-    return frozenset(group for group in group_numbers if group is not None)
+    return numbers
 
 
 WRITE_BYTES, WRITE_GROUPS = 32 << 20, 256
@@ -277,6 +275,7 @@ class OutcomeWriter:
             self._commit(batch)
 
     def _encoded(self, group: Group, partition: int) -> list[Outgoing]:
+        """The records with the parts of a group's outcome, in order."""
         topic, key = self.session.topic("groups"), str(group.group).encode()
         with self.session.reporter.encoding:
             parts = groups.encode_parts(group, run=self.session.run, worker=self.session.worker)
@@ -285,13 +284,15 @@ class OutcomeWriter:
             ]
 
     def _commit(self, batch: Mapping[int, Sequence[Outgoing]]) -> None:
-        """Commit outcomes and offsets in one transaction; if the result is unknown, read from the log which were written."""
+        """Commit the records of each group in `batch` with the offsets in one transaction; nothing if the partition was reassigned.
+
+        If the result of the commit is unknown, the groups that the log does not contain are written again.
+        """
         records = [record for parts in batch.values() for record in parts]
         partitions = {record.partition for record in records}
         try:
-            offsets = self.transactions.commit(
-                records, offsets=self._offsets(partitions, without=batch.keys()), member=self.member.membership()
-            )
+            committed = self._offsets(partitions, without=batch.keys())
+            offsets = self.transactions.commit(records, offsets=committed, member=self.member.membership())
         except LostPartition:
             return  # Revoked and Assigned follow: the new owner, maybe this worker, reads the groups again
         except OutcomeUnknown:

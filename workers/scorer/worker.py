@@ -64,7 +64,7 @@ def main(session: Session) -> None:
                 follower.poll(0.0)
     finally:
         pool.close()
-        scorer.close()
+        scorer.reports.close()
         member.close(5.0)
         transactions.close()
         follower.close()
@@ -134,6 +134,7 @@ class Scorer:
         reporter.status()
 
     def _results(self) -> list[Done[Job] | Failed[Job]]:
+        """The rewards that are ready, with those that follow shortly, so that one transaction writes them."""
         results = self.pool.poll(0.002 if self._scoring else 0.0)
         until = time.monotonic() + GATHERED_S
         while results and time.monotonic() < until and (more := self.pool.poll(NEXT_RESULT_S)):
@@ -141,13 +142,10 @@ class Scorer:
         return results
 
     def _oldest_open_s(self) -> float:
-        """Age of the oldest prompt whose group has no outcome; in each partition prompts come in the order of their age."""
+        """Age [s] of the oldest prompt whose group has no outcome, 0 if there is none; prompts of a partition are ordered by age."""
         created = (next((group.prompt.created_ns for group in state.open.values() if group.prompt), None) for state in self.owned.values())
         oldest_ns = min((at for at in created if at is not None), default=None)
         return 0.0 if oldest_ns is None else max(0.0, time.time() - oldest_ns / 1e9)
-
-    def close(self) -> None:
-        self.reports.close()
 
     def _revoked(self, partitions: set[int]) -> None:
         """Forget partitions and cancel their reward calls: the next owner scores their groups again."""
@@ -159,6 +157,7 @@ class Scorer:
         self.pool.cancel(void)
 
     def _assigned(self, event: Assigned) -> None:
+        """Continue the assigned partitions from their committed offsets, and read which of their groups have ended."""
         self._generation = event.membership.generation
         for (topic, partition), committed in event.partitions.items():
             state = self.owned.setdefault(partition, PartitionGroups(partition))
@@ -177,9 +176,8 @@ class Scorer:
         if not partitions:
             return
         topic, log = self.session.topic("groups"), self.session.log
-        first_offsets = log.beginning_offsets(
-            [(topic, partition) for partition in partitions]
-        )  # the groups before were deleted, so they had ended
+        # Groups before the first retained offset were deleted, so they had ended.
+        first_offsets = log.beginning_offsets([(topic, partition) for partition in partitions])
         tail = log.tail({at: max(start, self.owned[at[1]].groups_position) for at, start in first_offsets.items()})
         for record in read_to_current_end(log, tail, include_open=True):  # what a predecessor has committed may not be readable yet
             try:
@@ -193,6 +191,7 @@ class Scorer:
         tail.close()
 
     def _received(self, record: Record) -> None:
+        """Apply a record of `prompts` or `rollouts`; one of a partition that was revoked is ignored."""
         state = self.owned.get(record.partition)
         if state is None:
             return
@@ -202,7 +201,7 @@ class Scorer:
             self._samples(state, record)
 
     def _prompt(self, state: PartitionGroups, record: Record) -> None:
-        """Add the prompt in a record; submit its group if that is complete."""
+        """Add the prompt in a record, and submit its group if all samples have arrived; a poison record ends the group as failed."""
         state.prompts_position = record.offset + 1
         try:
             with self.session.dead_letters.decoding(record):
@@ -258,7 +257,7 @@ class Scorer:
             if not state.has(group, sample):
                 new.append(sample)
             elif group not in state.finished or group in state.open:
-                self.session.reporter.duplicate(f"sample {sample} of group {group} at {record.topic}/{record.partition}/{record.offset}")
+                self.session.reporter.duplicate(f"sample {sample} of group {group} at {record.id}")
         if new and new[-1] >= schedule.samples_begun:
             raise Unusable(f"sample {new[-1]} of group {group} is outside 0 to {schedule.samples_begun - 1}", kind="mismatch")
         counted = new[: state.missing(group, samples=schedule.samples_per_prompt)]
@@ -271,10 +270,11 @@ class Scorer:
         group = state.open[number]
         if not group.complete or group.submitted:
             return
-        assert group.prompt is not None
+        assert group.prompt is not None and group.prompt_record is not None
         group.submitted = True
-        if broken := next((sample.broken for sample in group.ordered() if sample.broken), None):
-            self._fail_broken(group, broken)
+        if broken := next((sample.broken for sample in group.ordered() if sample.broken), None):  # a reward of zero would be wrong
+            self.session.dead_letters.write(group.prompt_record, Unusable(f"group {group.group}: {broken}", kind="environment-failed"))
+            self._unscored.append(self._group(group, "failed", broken, ()))
             return
         if group.aborted:
             why = f"{group.aborted} of {len(group.samples)} samples were aborted, because the group would be stale"
@@ -287,14 +287,8 @@ class Scorer:
         per_version = self.session.schedule.steps_per_version
         self.pool.submit(job, payload_of(prompt, samples, completions, messages=prompt.messages, steps_per_version=per_version))
 
-    def _fail_broken(self, group: OpenGroup, cause: str) -> None:
-        """End a group as failed because the environment of a sample failed: a reward of zero would be wrong."""
-        assert group.prompt_record is not None
-        self.session.dead_letters.write(group.prompt_record, Unusable(f"group {group.group}: {cause}", kind="environment-failed"))
-        self._unscored.append(self._group(group, "failed", cause, ()))
-
     def _scored(self, result: Done[Job] | Failed[Job]) -> Group | None:
-        """The outcome of a scored group; None if its partition was revoked, or if the group has ended meanwhile."""
+        """Return the outcome of a group from its rewards, "failed" if scoring failed; None if its partition was revoked or it has ended."""
         scoring = self._scoring.pop(result.key, None)
         if scoring is None:
             return None
@@ -322,7 +316,7 @@ class Scorer:
         return replace(record, reward_ns=round(1e9 * result.seconds), metrics=outcome.metrics)
 
     def _overdue(self) -> list[Group]:
-        """Outcomes "abandoned" for the incomplete groups that are past their deadline."""
+        """Return an outcome "abandoned" for each incomplete group that is past `scorer.group_deadline_s`."""
         deadline, abandoned = self.session.config.scorer.group_deadline_s, []
         for state in self.owned.values():
             for group in state.overdue(deadline_s=deadline):
@@ -332,6 +326,7 @@ class Scorer:
         return abandoned
 
     def _group(self, group: OpenGroup, outcome: groups.Outcome, reason: str | None, samples: tuple[ScoredSample, ...]) -> Group:
+        """The record of a group's outcome; `reason` explains one that is not "scored"."""
         assert group.prompt is not None
         reward = self.session.config.reward
         return group_of(group.prompt, outcome, reason=reason, samples=samples, reward=reward, scored_ns=time.time_ns())

@@ -25,9 +25,10 @@ _RESERVED = frozenset({"kind", "step", "time", "from", "number"})
 
 
 class MetricsFile:
-    """An append-only file that tracks the next line of each source. Raises `Fenced`: another process writes it."""
+    """An append-only file that contains each line of each source once."""
 
     def __init__(self, path: Path) -> None:
+        """Open or create the file, and drop an incomplete last line. Raises `Fenced` if another process writes it, `OSError`."""
         self.path = path
         self.written: dict[str, int] = {}
         """Source -> number of its newest line."""
@@ -45,7 +46,7 @@ class MetricsFile:
             raise
 
     def write(self, line: Line) -> bool:
-        """Queue a line for the next `flush`; returns False if the file already contains it."""
+        """Queue a line for the next `flush`; False if the file already contains it, by its source and number."""
         if line.number <= self.written.get(line.source, -1):
             return False
         self.written[line.source] = line.number
@@ -58,6 +59,7 @@ class MetricsFile:
         return True
 
     def flush(self) -> None:
+        """Append the queued lines to the file. Raises `OSError`."""
         if self._unwritten:
             data = b"".join(self._unwritten)
             self._unwritten.clear()
@@ -70,7 +72,7 @@ class MetricsFile:
         os.fsync(self._file.fileno())
 
     def read(self, offset: int, *, max_points: int) -> tuple[list[Delivery], int]:
-        """At most `max_points` points of lines from byte `offset` on, but at least one line, and the offset after them."""
+        """Return lines from byte `offset` on as deliveries for MLflow, at most `max_points` points but at least one line, and the end offset."""
         deliveries: list[Delivery] = []
         count = 0
         with self.path.open("rb") as file:
@@ -131,6 +133,7 @@ def _values(line: dict[str, Any]) -> dict[str, float]:
 
 
 def _delivery(line: dict[str, Any]) -> Delivery:
+    """Convert a parsed line to the points that are sent to MLflow. Raises `KeyError`, `TypeError` for another form."""
     when, step = round(line["time"] * 1000), line["step"]
     points = tuple(Point(key=name, value=value, timestamp_ms=when, step=step) for name, value in _values(line).items())
     return Delivery(source=line["from"], number=line["number"], points=points)
@@ -156,6 +159,7 @@ class TensorBoard:
     """Writes one TensorBoard event file; a restarted tracker rewrites it from the start of the run."""
 
     def __init__(self, directory: Path) -> None:
+        """Start a new event file in the folder, and delete those of an earlier tracker."""
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         directory.mkdir(parents=True, exist_ok=True)
@@ -199,12 +203,13 @@ class WeightsAndBiases:
 
 
 def sinks(config: Config, run: str, directory: Path, *, notify: Callable[[str], None]) -> "Sinks":
+    """Open TensorBoard and W&B, if configured; one that cannot be opened is skipped with one line to `notify`."""
     makers: dict[str, Callable[[], Sink]] = {}
     if config.tensorboard.enabled:
         makers["TensorBoard"] = lambda: TensorBoard(directory / "tensorboard")
     if config.wandb.enabled:
-        chosen, table = config.wandb, config.model_dump(mode="json")
-        makers["W&B"] = lambda: WeightsAndBiases(run, directory, project=chosen.project, mode=chosen.mode, config=table)
+        settings, table = config.wandb, config.model_dump(mode="json")
+        makers["W&B"] = lambda: WeightsAndBiases(run, directory, project=settings.project, mode=settings.mode, config=table)
     return Sinks(makers, notify)
 
 
@@ -227,7 +232,7 @@ class Sinks:
         self._open.clear()
 
     def _try(self, name: str, action: Callable[[], object]) -> None:
-        """Run an action on a sink; a sink that fails is closed, with one line to the user."""
+        """Run an action of a sink; one that fails receives nothing more, and `notify` gets one line."""
         try:
             action()
         except Exception as error:  # foreign libraries, with errors of no common type: a run never ends because of them

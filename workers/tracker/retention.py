@@ -41,6 +41,7 @@ class Retention:
     _deleting: threading.Thread | None = None
 
     def note(self, entry: Entry) -> None:
+        """Record from a ledger entry the time of a version's publication, or the groups and the resume point of a step."""
         if self.session.config.kafka.keep_steps is None:
             return
         if entry.kind == "version" and entry.version is not None:
@@ -52,7 +53,10 @@ class Retention:
             self._steps, self._resume_point = entry.step + 1, resume_point_of(entry)
 
     def delete(self, view: RunView, positions: Mapping[Partition, int], saved: Pending) -> None:
-        """Start to delete old records, once the view is in the log: readers of the view continue from `positions`."""
+        """Start to delete the records that the run needs no more, in a thread, once `saved` (the view's record) is acknowledged.
+
+        Readers of the saved view continue from `positions`, so that records from there on stay. Nothing happens while a deletion runs.
+        """
         cut = self._first_retained()
         if cut <= self._cut or (self._deleting is not None and self._deleting.is_alive()):
             return
@@ -70,14 +74,14 @@ class Retention:
             self._deleting.join(timeout_s)
 
     def _first_retained(self) -> int:
-        """The first step whose records are needed, by `keep_steps` or by a trainer that resumes from a checkpoint."""
+        """The first step whose records are needed, because of `keep_steps` or by a trainer that resumes from a checkpoint; 0 for all."""
         keep, resume_point = self.session.config.kafka.keep_steps, self._resume_point
         if keep is None or resume_point is None or not resume_point.checkpoints:
             return 0
         return max(0, min(self._steps - keep, resume_point.checkpoints[-1][0]))
 
     def _before(self, cut: int, view: RunView, positions: Mapping[Partition, int]) -> dict[Partition, int]:
-        """The offset in each partition below which no record of step `cut` or later can be, limited to `positions`."""
+        """Partition -> offset below which its records may be deleted: none of them is of step `cut` or later, nor after `positions`."""
         schedule, resume_point, log = self.session.schedule, self._resume_point, self.session.log
         assert resume_point is not None
         # No sample that step `cut` may train is older than this version, and no prompt that is open than its own record.

@@ -97,6 +97,7 @@ class CheckpointHistory:
     _tags: dict[int, dict[str, str]] = field(default_factory=dict)
 
     def note(self, entry: Entry, *, offset: int) -> None:
+        """Record the tags of a checkpoint, from its ledger entry at `offset`."""
         if entry.step is not None:
             self._tags[entry.step] = {
                 "penstock.run": self.session.run,
@@ -121,7 +122,7 @@ class CheckpointHistory:
 
 
 def saved_start(log: Log, run: str) -> Saved:
-    """The saved view of deleted records, and the offsets after them; an empty view and no offsets if nothing was deleted."""
+    """The saved view, which sums up the deleted records, and the offsets from which to read on; an empty view and no offsets if none is."""
     if not deleted(log, f"{run}.prompts", f"{run}.groups"):
         return RunView(run=run), {}
     view, since = saved_view.newest(log, run)
@@ -129,7 +130,7 @@ def saved_start(log: Log, run: str) -> Saved:
 
 
 def entries_before(log: Log, run: str, since: Mapping[Partition, int]) -> Iterator[tuple[Folded, Record]]:
-    """Ledger entries and measurements before these offsets, each once: `metrics.jsonl` may be on another machine."""
+    """Yield the ledger entries and measurements before the offsets in `since`, each once, because `metrics.jsonl` may lack them."""
     view = RunView(run=run)
     for topic in ("ledger", "metrics"):
         at = (f"{run}.{topic}", 0)
@@ -182,6 +183,7 @@ class Tracker:
     """Reads a run's topics, writes its metrics, and sends them to MLflow."""
 
     def __init__(self, session: Session, *, directory: Path) -> None:
+        """Open the topics, the files in the run's `directory` and the uploader. Raises `Fenced` if another tracker of the run is active."""
         self.session, self.directory = session, directory
         self._owned = {RUNS_TOPIC, session.topic("run"), session.topic("ledger"), session.topic("metrics")}
         names = [*sorted(self._owned), *map(session.topic, ("groups", "prompts", "dead-letters"))]
@@ -247,7 +249,7 @@ class Tracker:
             )
 
     def _report(self, mlflow_run_id: str | None) -> list[Path]:
-        """Write the report; returns its files, none if the time after a stop request ends before the log is read."""
+        """Write the report and return its files; none if the log cannot be read within `STOPPED_S` after a stop request."""
         session = self.session
         try:
             report = collect(session.log, session.run, mlflow_run_id=mlflow_run_id, alive=self._check_time)
@@ -267,7 +269,7 @@ class Tracker:
         self.sinks.close()
 
     def _read_to_end(self) -> bool:
-        """Apply the existing records in batches, because a long run's records do not fit into memory together; False if cut short."""
+        """Apply all records up to the current end offsets; False if the time after a stop request ends first."""
         ends = self.session.log.end_offsets(self._partitions)
         while not self._reached(ends):
             if self._out_of_time():
@@ -292,7 +294,7 @@ class Tracker:
                     self.session.dead_letters.write(record, error)
                 continue
             if owned and sum(self.view.duplicates.values()) > duplicates:
-                self.session.reporter.duplicate(f"{record.topic}/{record.partition}/{record.offset}")
+                self.session.reporter.duplicate(str(record.id))
             if payload is None:
                 continue
             self._pass_on(payload, record)
@@ -301,7 +303,7 @@ class Tracker:
         self._flush()
 
     def _pass_on(self, payload: Folded, record: Record) -> None:
-        """Write the metrics of a usable record, and note versions, checkpoints and what deletion needs."""
+        """Write the metrics in a record's payload, and record versions, checkpoints and what the deletion of old records needs."""
         now = time.monotonic()
         self._write_down(self.points.of(payload, record, source=record.topic.removeprefix(f"{self.session.run}.")))
         if isinstance(payload, Measurement):
@@ -341,6 +343,7 @@ class Tracker:
                 self.session.reporter.add("points", len(line.values))
 
     def _flush(self) -> None:
+        """Write the queued lines to the file, and wake the uploader, which sends them to MLflow."""
         self.file.flush()
         if self.uploader is not None:
             if self.view.groups:  # before, the import of MLflow would hold up the start of engines and trainer on few cores
@@ -348,6 +351,7 @@ class Tracker:
             self.uploader.more(self._checkpoints.existing())
 
     def _announce(self) -> None:
+        """Send MLflow's run id and address as a measurement, once they are determined, so that other commands show them."""
         if self.uploader is not None and (run_id := self.uploader.run_id) is not None and run_id != self._announced:
             labels = {"mlflow_run_id": run_id, "mlflow_uri": self.uploader.shown_uri}
             self.session.reporter.send(kind="progress", values={}, labels=labels)
@@ -394,7 +398,7 @@ class Tracker:
         return uploader.run_id
 
     def _patiently(self, check: Callable[[float], bool], *, limit_s: float) -> bool:
-        """Wait for MLflow up to `limit_s`, less after a stop request, and report meanwhile."""
+        """Call `check(seconds to wait)` until it is true; False after `limit_s`, or earlier after a stop request. Reports meanwhile."""
         end_s = time.monotonic() + limit_s
         while not check(0.25):
             left_s = end_s - time.monotonic()
@@ -405,6 +409,7 @@ class Tracker:
         return True
 
     def _save(self, *, now: bool = False) -> None:
+        """Write a snapshot of the view to `state` if one is due, or `now`; then delete records that no process needs."""
         positions = {partition: self._tail.position(partition) for partition in self._partitions}
         if saved := self._views.write(self.view, positions, now=now):
             self._retention.delete(self.view, positions, saved)
