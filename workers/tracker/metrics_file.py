@@ -72,7 +72,7 @@ class MetricsFile:
         os.fsync(self._file.fileno())
 
     def read(self, offset: int, *, max_points: int) -> tuple[list[Delivery], int]:
-        """Return lines from byte `offset` on as deliveries for MLflow, at most `max_points` points but at least one line, and the end offset."""
+        """Return the lines from byte `offset` on for MLflow, at most `max_points` points but at least one line, and the end offset."""
         deliveries: list[Delivery] = []
         count = 0
         with self.path.open("rb") as file:

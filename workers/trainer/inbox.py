@@ -73,7 +73,7 @@ class GroupInbox:
             if headers.group < self.ended_before:
                 return
             if self.selector.knows(headers.group):
-                self.duplicate(f"group {headers.group} at {record.topic}/{record.partition}/{record.offset}")
+                self.duplicate(f"group {headers.group} at {record.id}")
                 return
             records = self._assembler.add(record, headers)
             if records is None:
@@ -98,6 +98,7 @@ class GroupInbox:
             self._groups[group.group] = group
 
     def take(self, *, learner_version: int) -> tuple[Candidate, Group] | None:
+        """Return the next group to train, with its payload; None until it has arrived. Stale groups are in `selector.newly_stale`."""
         candidate = self.selector.take(learner_version=learner_version)
         for stale in self.selector.newly_stale:
             self._groups.pop(stale.group, None)
@@ -105,16 +106,14 @@ class GroupInbox:
 
     def newest_reasons(self) -> list[str]:
         """Reasons for which scorers dropped the newest groups, from their payloads; unreadable payloads are skipped."""
-        return [reason for records in self._dropped if (reason := self._reason(records))]
-
-    def _reason(self, records: list[Record]) -> str | None:
-        try:
-            with self.decoding(records[-1]):
-                return groups.read(records, run=self.run)[1].reason
-        except Unusable:
-            return None
+        reasons: list[str | None] = []
+        for records in self._dropped:
+            with contextlib.suppress(Unusable), self.decoding(records[-1]):
+                reasons.append(groups.read(records, run=self.run)[1].reason)
+        return [reason for reason in reasons if reason]
 
     def forget_drops(self) -> None:
+        """Restart the counts of dropped groups by cause, as after each step."""
         self.drop_causes.clear()
         self.filtered_rewards.clear()
 
@@ -130,6 +129,7 @@ class GroupInbox:
         return {partition: min(offset for p, offset in waiting if p == partition) for partition in {p for p, _ in waiting}}
 
     def _decode(self, records: list[Record], headers: Headers) -> Group | None:
+        """Decode a group from the records of its parts; None if it will not be trained. Raises `Unusable` if it cannot be trained on."""
         if headers.outcome != "scored" or self.selector.is_settled(headers.group or 0):
             return None  # not trained, or not again: its headers are enough
         with self.decoding(records[-1]):
@@ -140,6 +140,7 @@ class GroupInbox:
 
 
 def _candidate(first: Record, headers: Headers) -> Candidate:
+    """A group as the selector needs it, from the record of its first part and any part's headers."""
     assert headers.group is not None and headers.outcome is not None
     return Candidate(
         group=headers.group, outcome=headers.outcome, policy_version_min=headers.policy_version_min or 0, partition=first.partition,
@@ -152,15 +153,6 @@ CONSTANT = (
     "every reward before the first step was {:.6g}: the reward function is constant, or the policy solves all prompts or none; "
     "compare two completions and their rewards with `penstock check CONFIG`"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """The end of a run that exceeds the drop limit: its text, and True if the task is solved."""
-
-    reason: str
-    solved: bool
-    """True if the groups were dropped because all their samples have (nearly) the full reward."""
 
 
 @dataclass(slots=True)
@@ -189,8 +181,11 @@ class DropLimit:
         self.at_last_step = self.inbox.selector.drops
         self.inbox.forget_drops()
 
-    def passed(self, *, steps_done: int) -> Passed | None:
-        """The reason to end the run; None unless more groups than the limit were dropped since the last step."""
+    def passed(self, *, steps_done: int) -> tuple[str, bool] | None:
+        """(why the run must end, True if its task is solved); None unless more groups than the limit were dropped since the last step.
+
+        The task is solved if most of them were dropped because all their samples have (nearly) the full reward.
+        """
         # The s groups beyond a round's are admitted to be dropped.
         limit = self.inbox.schedule.max_drops_per_step + self.inbox.schedule.oversample_groups
         dropped = self.inbox.selector.drops - max(self.at_last_step, self.tolerated)
@@ -204,9 +199,9 @@ class DropLimit:
         if steps_done and position is not None and position >= HIGH:
             counted = f"{len(equal)} of {dropped} groups dropped {when} have equal rewards, {fmean(equal):.3g} on average"
             text = f"solved: {counted}; the full reward is {scale.high:.3g}, so nothing is left to learn from these prompts"
-            return Passed(text, solved=True)
+            return text, True
         text = f"{dropped} groups were dropped {when}, more than schedule.max_drops_per_step allows ({limit})"
-        return Passed(text + self._causes(dropped, steps_done=steps_done), solved=False)
+        return text + self._causes(dropped, steps_done=steps_done), False
 
     def without_a_step(self, *, requested: int) -> str:
         """The reason for the end of a run whose prompts are all used before its first step."""
@@ -227,6 +222,7 @@ class DropLimit:
         return [] if 2 * reasons.count(UNTRAINED) > len(reasons) else self.inbox.filtered_rewards
 
     def _advice(self, equal: list[float], *, steps_done: int) -> str:
+        """Advice for a run whose dropped groups had equal rewards, of these means, as the end of a sentence."""
         scale, mean, selector = self.inbox.scale, fmean(equal), self.inbox.selector
         if not steps_done and selector.finished_groups == selector.drops and zero_variance(equal):
             return f"; {CONSTANT.format(mean)}"
@@ -258,16 +254,13 @@ class Arrivals:
 
     @classmethod
     def open(cls, session: Session, writer: RunWriter, resumed: Resumed) -> Self:
-        """Start to follow, from the newest step's resume point."""
+        """Open a tail on the trainer's topics, from the offsets in the newest step's resume point, or from their starts without one."""
+        config = session.config
         inbox = GroupInbox(
-            run=session.run,
-            schedule=session.schedule,
-            dead_letter=session.dead_letters.write,
-            duplicate=session.reporter.duplicate,
-            decoding=session.dead_letters.decoding,
-            vocabulary=vocabulary(session.config.model_directory),
-            scale=RewardScale.of(session.config.reward.functions, session.config.reward.weights, by_source=session.config.data.rewards),
-        )
+            run=session.run, schedule=session.schedule, dead_letter=session.dead_letters.write, duplicate=session.reporter.duplicate,
+            decoding=session.dead_letters.decoding, vocabulary=vocabulary(config.model_directory),
+            scale=RewardScale.of(config.reward.functions, config.reward.weights, by_source=config.data.rewards),
+        )  # fmt: skip
         starts: dict[Partition, Start] = {(session.topic("groups"), p): "earliest" for p in range(session.config.partitions)}
         starts[session.topic("weights"), 0] = "earliest"
         if session.config.eval_sources:
@@ -279,7 +272,7 @@ class Arrivals:
 
     @property
     def no_more(self) -> bool:
-        """True if no group will follow, because under `run.epochs` the prompts may end before the steps."""
+        """True if all groups of the run have ended, as under `run.epochs`, where the prompts may end before the steps."""
         return self._admitted is not None and self.inbox.selector.finished_groups >= self._admitted
 
     def settle(self, resumed: Resumed) -> None:
@@ -322,7 +315,7 @@ class Arrivals:
         self.evaluations.clear()
 
     def resume_point(self) -> ResumePoint:
-        """Offsets from which a trainer that restarts after this step reads each topic, and the groups that it ignores."""
+        """What the ledger entry of a step stores for a trainer that restarts after it: start offsets of its topics, and settled groups."""
         selector, scale, store = self.inbox.selector, self.inbox.scale, self.writer.checkpoints.store
         checkpoints = self.offsets.checkpoints([] if store is None else store.steps())
         oldest = checkpoints[-1][0] if checkpoints else 0
@@ -342,6 +335,7 @@ class Arrivals:
         )
 
     def _receive(self, record: Record) -> None:
+        """Apply a record of any followed topic: a group, a manifest of the trainer itself, or a measurement."""
         if record.topic == self.session.topic("groups"):
             self.inbox.receive(record)
         elif record.topic == self.session.topic("weights"):

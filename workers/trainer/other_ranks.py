@@ -23,7 +23,7 @@ from penstock.infra.log import Log
 from penstock.infra.paths import IMPORT_ROOT
 from penstock.infra.sandbox.keeper import ends_with
 from penstock.infra.sandbox.signals import ignore
-from penstock.pipeline.config.load import Config, from_json
+from penstock.pipeline.config.load import Config, from_json, with_values
 from penstock.pipeline.config.security import VARIABLE
 from penstock.pipeline.launch.restart_policy import how
 from penstock.pipeline.learner.ledger_history import read_planned
@@ -81,6 +81,7 @@ class Follower:
                 run_command(self.backend, dict(message), self.processes)
 
     def _batch(self, plan: Sequence[Planned], rows: Sequence[Sequence[int]]) -> TokenBatch:
+        """The micro-batch of these (group, index of the sequence in its group) pairs; the groups of `plan` are read from the log."""
         sequences = {group.group: self.objective.sequences(group) for group in self.read(plan)}
         return pack([sequences[group][number] for group, number in rows])
 
@@ -93,7 +94,10 @@ PARENT = "PENSTOCK_RANK_OF"
 
 @contextlib.contextmanager
 def other_ranks(session: Session) -> "Iterator[ProcessSet | None]":
-    """Start and join the trainer's other ranks; yields None if there are none. Raises `ConfigError`, `BackendError`."""
+    """In the block, train with `trainer.processes` ranks: yields the set of them, or None if there is one. They exit with the block.
+
+    Ranks that torchrun has not started are started here. Raises `ConfigError`, `BackendError`.
+    """
     config = session.config
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched not in (1, config.trainer.processes):
@@ -141,7 +145,7 @@ def follow(log: Log, run: str, *, model: str | None, trust: Trust = NO_TRUST) ->
     record = _registered(log, run, trust)
     config = from_json(record.config)
     if model is not None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
+        config = with_values(config, "model", path=model)
     steps = int(json.loads(record.info)["steps"])
     Follower(
         processes=ProcessSet.join(on_gpu=_on_gpu(config)),
@@ -152,6 +156,7 @@ def follow(log: Log, run: str, *, model: str | None, trust: Trust = NO_TRUST) ->
 
 
 def _registered(log: Log, run: str, trust: Trust) -> RunRecord:
+    """Wait until the run is registered; return its record. Raises `ConfigError` if this process may not execute its code."""
     while (registered := registration(log, run, key_file=trust.run_key)).record is None:
         threading.Event().wait(1.0)
     return require_trusted(registered, trust=trust, notify=print)

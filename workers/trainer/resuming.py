@@ -5,6 +5,7 @@ is read. A repeated step must give the bits of the ledger. Any difference stops 
 recorded with both values, and the run continues from the repeated weights.
 """
 
+import contextlib
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,10 +46,10 @@ class OlderNeeded(Exception):
 
 
 def recover(policy: PolicyTrainer, writer: RunWriter, past: LedgerHistory) -> None:
-    """Bring a new policy to the last step of the ledger; returns early if the worker is stopped.
+    """Bring a new policy to the last step of the ledger: load the newest usable checkpoint, and repeat the steps after it.
 
-    Raises `Unrecoverable` if a repeated step differs and the run does not rebase, `LogError` if the log cannot be read, and
-    `OlderNeeded` if `past` starts too late.
+    Returns early if the worker is stopped. Raises `Unrecoverable` if a repeated step differs and the run does not rebase, `LogError` if
+    the log cannot be read, and `OlderNeeded` if `past` starts after the first step to repeat.
     """
     done, reporter, started = past.steps_done, writer.session.reporter, time.monotonic()
     if not done:
@@ -83,7 +84,7 @@ def recover(policy: PolicyTrainer, writer: RunWriter, past: LedgerHistory) -> No
 
 
 def _repeat(policy: PolicyTrainer, writer: RunWriter, steps: list[Entry], *, stop: bool) -> list[tuple[Entry, Difference]]:
-    """Repeat these steps; returns all differences from the ledger, or with `stop` raises `Unrecoverable` at the first one."""
+    """Repeat these steps; return (step's entry, difference) for all differences from the ledger, or with `stop` raise `Unrecoverable`."""
     reporter, mismatches = writer.session.reporter, list[tuple[Entry, Difference]]()
     for entry in steps:
         if writer.session.stop.is_set():
@@ -119,7 +120,7 @@ def _groups_of(entry: Entry, writer: RunWriter) -> list[Group]:
 
 
 def _all_differences(policy: PolicyTrainer, writer: RunWriter, repetition: Repetition) -> list[Difference]:
-    """Differences from the ledger and, for a model whose steps have no digest, from the version published after the step."""
+    """Differences of a repeated step from its ledger entry or, if that has no weights digest, from the version published after the step."""
     published, differences, done = writer.state.manifests.get(policy.version), list(repetition.differences), policy.steps_done
     unchecked = repetition.entry.digest is None and published is not None and published.step == done
     if unchecked and published is not None and (here := repetition.weights.digest) != published.digest:
@@ -153,6 +154,7 @@ class ResumeOffsets:
         return tuple(recorded)
 
     def note_anchor(self, manifest: Manifest | None, offset: int) -> None:
+        """Record the offset of a manifest if its version is an anchor, from which on versions can be read."""
         if manifest is not None and manifest.begins_chain:
             self.anchors.setdefault(manifest.version, offset)
 
@@ -205,7 +207,7 @@ def read_resumed(log: Log, run: str, *, saved: Sequence[int]) -> Resumed:
 
 
 def _newest_step(log: Log, run: str, end: int) -> tuple[int, Entry] | None:
-    """Offset and entry of the newest committed step; None if the end of the ledger contains none."""
+    """Ledger offset and entry of the newest committed step; None if it is not among the last offsets before `end`."""
     for offsets in NEWEST:
         newest, last_seq = None, -1
         for record, entry in _entries(log, run, end - offsets, end):
@@ -218,19 +220,15 @@ def _newest_step(log: Log, run: str, end: int) -> tuple[int, Entry] | None:
 
 
 def _before(log: Log, run: str, resume_point: ResumePoint, start: int, ledger_state: LedgerState) -> list[Entry]:
-    """The entries before offset `start` that describe the arithmetic of the run."""
+    """The entries before offset `start` that describe the arithmetic of the run: its opening, and the newest change."""
     opening = list(itertools.islice((entry for _, entry in _entries(log, run, 0, NEWEST[-1]) if entry.kind == "run-opened"), 1))
     ledger_state.opened = opening[0] if opening else None
-    rebased = (
-        ()
-        if resume_point.rebased is None or resume_point.rebased >= start
-        else _entries(log, run, resume_point.rebased, resume_point.rebased + 1)
-    )
-    return [*opening, *(entry for _, entry in rebased)]
+    rebased = start if resume_point.rebased is None else resume_point.rebased
+    return [*opening, *(entry for _, entry in _entries(log, run, rebased, min(rebased + 1, start)))]
 
 
 def _from(log: Log, run: str, start: int, end: int, first_step: int, ledger_state: LedgerState, offsets: ResumeOffsets) -> Iterator[Entry]:
-    """The entries after that at `start`, which committed the step before `first_step`."""
+    """Apply the entries from `start`, the offset of step `first_step - 1`, to the state and to `offsets`; yield those after it."""
     for record, entry in _entries(log, run, start, end):
         if record.offset == start:
             ledger_state.last_seq, ledger_state.steps = entry.seq - 1, first_step - 1
@@ -246,32 +244,29 @@ def _from(log: Log, run: str, start: int, end: int, first_step: int, ledger_stat
 
 
 def _read_manifests(log: Log, run: str, resume_point: ResumePoint, ledger_state: LedgerState, offsets: ResumeOffsets) -> None:
-    """Apply the manifests that a resume point needs, to the ledger state and to `offsets`."""
+    """Apply the manifests that a resume point needs, and that of version 0, to the ledger state and to `offsets`."""
     topic = (f"{run}.weights", 0)
     end = log.end_offsets([topic])[topic]
-    first = list(itertools.islice(_records(log, topic, 0, end), 1)) if resume_point.manifests else []
-    for record in first:
-        ledger_state.apply(record)
     if resume_point.manifests:
+        for record in itertools.islice(_records(log, topic, 0, end), 1):
+            ledger_state.apply(record)
         ledger_state.newest_version = resume_point.version - 1
     for record in _records(log, topic, resume_point.manifests, end):
-        try:
+        with contextlib.suppress(Unusable):
             manifest = weights.read(record, run=run)[1]
             ledger_state.take(manifest)
-        except Unusable:
-            continue
-        offsets.note_anchor(manifest, record.offset)
+            offsets.note_anchor(manifest, record.offset)
 
 
 def _entries(log: Log, run: str, start: int, end: int) -> Iterator[tuple[Record, Entry]]:
+    """Yield the usable ledger entries at these offsets, each with its record; a repeated entry too."""
     for record in _records(log, (f"{run}.ledger", 0), start, end):
-        try:
+        with contextlib.suppress(Unusable):
             yield record, ledger.read(record, run=run)[1]
-        except Unusable:
-            continue
 
 
 def _records(log: Log, at: tuple[str, int], start: int, end: int) -> Iterable[Record]:
+    """The records of a partition from `start` to before `end`, as far as these offsets exist."""
     start, end = max(start, log.beginning_offsets([at])[at]), min(end, log.end_offsets([at])[at])
     return between(log, at, start, end)
 

@@ -85,6 +85,7 @@ class Checkpointer:
         self._stalled_s = time.monotonic() - self._started
 
     def _wait_copied(self) -> None:
+        """Wait until the checkpoint being written no longer reads the live model; called before the model changes."""
         if self._saving is not None:
             waiting = time.monotonic()
             self._saving.wait_copied()
@@ -186,9 +187,9 @@ class RunWriter:
         changed: Mapping[str, tuple[Any, Any]],
         fingerprint: Mapping[str, str | int],
     ) -> None:
-        """Record how repeated steps differ from the ledger; the next version has the repeated weights.
+        """Record in the ledger how repeated steps differ from it, and continue from the repeated weights.
 
-        A checkpoint is written at once, because it alone holds the new optimizer state. A last version that is published keeps its weights.
+        A checkpoint is written at once, because it alone holds the new optimizer state. A version that was published keeps its weights.
         """
         self.finish_pending()
         done, first = policy.steps_done, differences[0][0].step if differences else None
@@ -222,7 +223,7 @@ class RunWriter:
         policy.release_weights()
 
     def write(self, kind: ledger.EntryKind, *also: Outgoing, **fields: Any) -> Entry:
-        """Commit a ledger entry. Records in `also` are written in the same transaction."""
+        """Commit a ledger entry with these fields of `Entry`, and the records `also` in the same transaction; return the entry."""
         session = self.session
         entry = Entry(seq=self.state.last_seq + 1, kind=kind, time_ns=time.time_ns(), previous=self.state.head, **fields)
         with session.reporter.encoding:
@@ -262,7 +263,7 @@ class RunWriter:
         return self._publication is not None
 
     def finish_publishing(self, *, wait: bool = True) -> None:
-        """Commit the version being sent, manifest and ledger entry together; without `wait`, only if all chunks are acknowledged."""
+        """Commit the manifest and the ledger entry of the version being sent; without `wait`, only if all chunks are acknowledged."""
         publication = self._publication
         if publication is None or not (wait or publication.sent):
             return
@@ -318,9 +319,8 @@ class RunWriter:
 
     def _publish_again(self, content: Weights, published: Manifest) -> None:
         """Send a published version again as a full snapshot; its new manifest has the same digest and new offsets."""
-        publication = self._publisher.start(
-            content, version=published.version, step=published.step, manifests=self.state.manifests, full=True
-        )
+        version, manifests = published.version, self.state.manifests
+        publication = self._publisher.start(content, version=version, step=published.step, manifests=manifests, full=True)
         manifest = self._publisher.finish(publication)
         assert manifest.digest == published.digest, f"version {manifest.version} is sent again with another digest"
         self._gaps.read_to(weights.chunk_places(manifest))
@@ -366,7 +366,10 @@ class RunWriter:
             self.session.reporter.notify(f"the final model is in {target}")
 
     def check_manifest(self, record: Record) -> None:
-        """Check a record among the manifests: this trainer wrote it, or it repeats one, or it becomes a dead letter."""
+        """Check a record of partition 0 of `weights`: a copy of a manifest is reported as a duplicate, a foreign record is a dead letter.
+
+        Raises `Fenced` if another trainer has acquired this one's lease.
+        """
         dead_letters = self.session.dead_letters
         try:
             with dead_letters.decoding(record):
@@ -378,10 +381,10 @@ class RunWriter:
             self.session.require_lease()
             dead_letters.write(record, Unusable(f"version {manifest.version} was not published", kind="mismatch"))
         elif manifest.digest != self.state.manifests[manifest.version].digest:
-            source = f"{record.topic}/{record.partition}/{record.offset}"
-            self.session.reporter.duplicate(f"manifest of version {manifest.version} at {source}")
+            self.session.reporter.duplicate(f"manifest of version {manifest.version} at {record.id}")
 
     def close_run(self, *, steps: int, status: str, reason: str, **others: object) -> None:
+        """Commit the run's last ledger entry, with these fields as its details, after the version and checkpoint in progress."""
         self.finish_pending()
         ends = self.session.log.end_offsets([(self.session.topic("weights"), p) for p in range(1, self._publisher.count)])
         self._gaps.read_to((partition, end) for (_, partition), end in ends.items())

@@ -4,6 +4,7 @@ The owner of the ledger commits the manifest once the chunks are acknowledged. E
 duplicate or goes to the dead-letter topic; a version waits at most `READ_LIMIT_S` for that.
 """
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -65,26 +66,24 @@ class ChunkGaps:
                 self._unread.appendleft((partition, position, end))
 
     def _read_gap(self, partition: int, start: int, end: int, *, until: float) -> int:
-        """Check the records from `start` on, a few at a time as each may be large; returns the offset of the first unread one."""
+        """Check the records from `start` to `end`, a few at a time as each may be large; return the offset of the first unread one."""
         tp = self.session.topic("weights"), partition
-        tail = self.session.log.tail({tp: start})
-        try:
+        with contextlib.closing(self.session.log.tail({tp: start})) as tail:
             while (position := tail.position(tp)) < end and time.monotonic() < until:
                 for record in tail.poll(0.2, max_records=100):
                     if record.offset < end:
                         self._check(record)
             return position
-        finally:
-            tail.close()
 
     def _check(self, record: Record) -> None:
+        """Report a record that no manifest lists as a duplicate, or write a dead letter about it."""
         try:
             with self.session.dead_letters.decoding(record):
                 version = weights.read_chunk(record, run=self.session.run)[1].version
         except Unusable as error:
             self.session.dead_letters.write(record, error)
         else:  # a copy, or a chunk that an earlier trainer sent before it crashed
-            self.session.reporter.duplicate(f"chunk of version {version} at {record.topic}/{record.partition}/{record.offset}")
+            self.session.reporter.duplicate(f"chunk of version {version} at {record.id}")
 
 
 IN_FLIGHT_BYTES = 32 << 20
@@ -169,7 +168,7 @@ class WeightPublisher:
         return Weights(lambda: base.tensors, hash_name) if base is not None and base.version == version else None
 
     def read_back(self, manifests: Mapping[int, Manifest], version: int) -> LogError | None:
-        """Read a published version as base of the next delta; returns the error if that fails. Raises `LogUnreachable`."""
+        """Read a published version as base of the next delta; return the error if that fails, else None. Raises `LogUnreachable`."""
         copy = WeightCopy()
         try:
             bring(copy, self.log, manifests, version, run=self.run)
@@ -182,18 +181,16 @@ class WeightPublisher:
         return None
 
     def check_chunks(self, manifests: Mapping[int, Manifest], version: int) -> LogError | None:
-        """Read all chunks of a published version without keeping them; returns the error if one is missing or damaged."""
-        reader = ChunkReader(self.log, self.run)
+        """Read all chunks of a published version, to check that workers can; return the error if one is missing or damaged, else None."""
         try:
-            for manifest in weights.chain(manifests, version):
-                for _ in reader.read(manifest):
-                    pass
+            with contextlib.closing(ChunkReader(self.log, self.run)) as reader:
+                for manifest in weights.chain(manifests, version):
+                    for _ in reader.read(manifest):
+                        pass
         except LogUnreachable:
             raise
         except LogError as error:
             return error
-        finally:
-            reader.close()
         return None
 
     def close(self) -> None:

@@ -30,7 +30,6 @@ from penstock.pipeline.scheduling.rules import lag_summary
 from penstock.topics.groups import Group
 from penstock.topics.ledger import ALL_DONE, Planned
 from penstock.topics.metrics import Activity
-from penstock.topics.runs import Status
 from penstock.workers.trainer.inbox import POLL_S, Arrivals, DropLimit
 from penstock.workers.trainer.other_ranks import follow, other_ranks
 from penstock.workers.trainer.resuming import OlderNeeded, Resumed, read_resumed, recover, saved_steps
@@ -145,6 +144,7 @@ class Trainer:
             self.drops.tolerate()
 
     def _settle(self, resumed: Resumed) -> None:
+        """Restore the trained and dropped groups and the number of committed steps."""
         self.arrivals.settle(resumed)
         past, resume = resumed.past, resumed.resume_point
         self.drops.at_last_step, self.committed = past.drops if resume is None else resume.dropped, past.steps_done
@@ -236,7 +236,8 @@ class Trainer:
             unused = selector.finished_groups - selector.drops - self.committed * session.schedule.prompts_per_step
             reason += f"; {unused} scored groups are unused, because a step needs {session.schedule.prompts_per_step}" if unused > 0 else ""
             session.reporter.notify(f"the run ends after {done} of {session.steps} steps: {reason}")
-        self._close_run(status="finished", reason=reason or ALL_DONE)
+        self.writer.close_run(steps=done, status="finished", reason=reason or ALL_DONE, evaluations=self.arrivals.evaluations)
+        set_status(session.log, session.record, status="finished")
 
     def way_back(self) -> str:
         """Advice for a run that has diverged: fork it from the newest published version, whose weights are finite."""
@@ -246,13 +247,10 @@ class Trainer:
         return f"inspect the samples of step {self.policy.steps_done}, or continue from step {good} with a lower learning rate: {fork}"
 
     def finishing(self) -> str:
+        """Describe the remaining work after a stop request, and how long it takes, as text for the user."""
         saving_s = self.session.reporter.values.get("checkpoint_s")
         text = f"finishes step {self.policy.steps_done} if all its groups have arrived{_about(self._compute_s)}, otherwise drops it"
         return text if self.writer.checkpoints.store is None else f"{text}; then writes a checkpoint{_about(saving_s)}"
-
-    def _close_run(self, *, status: Status, reason: str) -> None:
-        self.writer.close_run(steps=self.policy.steps_done, status=status, reason=reason, evaluations=self.arrivals.evaluations)
-        set_status(self.session.log, self.session.record, status=status)
 
     def _round_is_ready(self) -> bool:
         """Under `starts_on = "round"`, wait at a round's start until all its groups are scored; False if the run ends first."""
@@ -268,13 +266,18 @@ class Trainer:
         return True
 
     def _wait(self, why: str, activity: Activity = Activity.NO_GROUP) -> bool:
-        """Take in arriving records; False on a stop request or the run's end. Raises `Unrecoverable` if too many groups are dropped."""
-        reporter = self.session.reporter
+        """Wait briefly for records and apply them; False if the step must end: on a stop request, or if the run ends.
+
+        `why` and `activity` are reported. Raises `Unrecoverable` if too many groups are dropped.
+        """
+        reporter, device = self.session.reporter, self.device
         reporter.doing(activity, why)
         self.writer.finish_pending(wait=False)
-        soon = PUBLISHING_POLL_S if self.writer.publishing else POLL_S if self.device is None else DEVICE_POLL_S
-        anything = self.arrivals.take_in(soon)
-        self._release_device(idle=not anything)
+        soon = PUBLISHING_POLL_S if self.writer.publishing else POLL_S if device is None else DEVICE_POLL_S
+        arrived = self.arrivals.take_in(soon)
+        if device is not None and device.owned and device.contended and not arrived:  # records that arrived may complete a step
+            reporter.doing(Activity.NO_DEVICE, "releasing the device", now=True)
+            device.release()
         waited = reporter.waited_s() - self._waited_s
         if waited > self._look_s:
             self._look_s = 2 * waited
@@ -283,13 +286,8 @@ class Trainer:
         reporter.status()
         return not self.session.stop.is_set() and self.arrivals.end_reason is None
 
-    def _release_device(self, *, idle: bool) -> None:
-        """Release the device to a waiting process, unless the arrived records complete a step."""
-        if idle and self.device is not None and self.device.owned and self.device.contended:
-            self.session.reporter.doing(Activity.NO_DEVICE, "releasing the device", now=True)
-            self.device.release()
-
     def _record_stale(self) -> None:
+        """Commit the groups that have become stale since the last call to the ledger, and count them as dropped."""
         stale = self.arrivals.inbox.selector.newly_stale
         if stale:
             groups = tuple(candidate.group for candidate in stale)
@@ -303,15 +301,18 @@ class Trainer:
         passed = self.drops.passed(steps_done=self.policy.steps_done)
         if passed is None:
             return
-        if not passed.solved:
-            self._stop_run(passed.reason)
-        self.arrivals.end_reason = passed.reason
+        reason, solved = passed
+        if not solved:
+            self._stop_run(reason)
+        self.arrivals.end_reason = reason
 
     def _stop_run(self, reason: str) -> NoReturn:
+        """Register the run as stopped, and raise `Unrecoverable`, so that an operator can resume it."""
         set_status(self.session.log, self.session.record, status="stopped")
         raise Unrecoverable(reason)
 
     def _commit(self, outcome: StepOutcome, plan: Sequence[Planned], *, version: int, started: float) -> None:
+        """Commit the step to the ledger: the plan of its groups, its exact numbers, metrics and the resume point."""
         lags = [version - oldest for oldest in self.arrivals.inbox.selector.queued()]
         measured = {**outcome.metrics, "started_at": started, "dropped": float(self.drops.since_last_step)}
         measured["wait_s"] = self.session.reporter.waited_s() - self._waited_s
