@@ -56,13 +56,14 @@ class Attempts:
         self._load()
 
     def reading(self, record: Record) -> "Attempts":
-        """Select the record to decode in the block. Raises `Unusable` for a poison record."""
-        if self.crashes:
-            self._refuse(record)
+        """Select the record to decode in the block. Raises `Unusable` for a poison record: one that crashed `MAX_CRASHES` processes."""
+        if self.crashes and (count := self.crashes.get(record.id, 0)) >= MAX_CRASHES:
+            raise Unusable(f"{count} processes of this worker crashed while decoding the record", kind=POISON)
         self._record = record
         return self
 
     def __enter__(self) -> None:
+        """Write the record's identity to the page, which survives a crash of the process."""
         page, record = self._page, self._record
         assert record is not None
         if record.topic != self._topic:
@@ -73,6 +74,7 @@ class Attempts:
         page[0] = 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Clear the page, and forget earlier crashes of the record, because it was decoded or found unusable."""
         if kind is not None and not issubclass(kind, Unusable):
             return  # any other error ends the process: the page still names the record
         self._page[0] = 0
@@ -82,11 +84,6 @@ class Attempts:
 
     def close(self) -> None:
         self._page.close()
-
-    def _refuse(self, record: Record) -> None:
-        count = self.crashes.get(record.id, 0)
-        if count >= MAX_CRASHES:
-            raise Unusable(f"{count} processes of this worker crashed while decoding the record", kind=POISON)
 
     def _load(self) -> None:
         """Load the number of crashes by record, and count the record that the previous process did not finish."""
@@ -105,6 +102,7 @@ class Attempts:
         self._page[0] = 0
 
     def _save(self) -> None:
+        """Replace the file with the number of crashes by record; one that cannot be written is not."""
         if self._counts is None:
             return
         unfinished = self._counts.with_name(f"{self._counts.name}.tmp")
@@ -142,7 +140,7 @@ class DeadLetters:
     _attempts: Attempts | None = field(default=None, repr=False)
 
     def write(self, record: Record, error: Unusable) -> None:
-        """Write a dead letter about a record, unless one exists."""
+        """Copy a record to `dead-letters` with the reason why it is unusable, and print that, unless the topic contains it already."""
         if not self._read:
             self._written |= self._read_written()
             self._read = True
@@ -196,16 +194,12 @@ class DeadLetters:
         """Records that have a readable dead letter; keys alone are ignored, because any client may write one."""
         partition = f"{self.reporter.run}.dead-letters", 0
         end = self.log.end_offsets([partition])[partition]
-        tail = self.log.tail({partition: "earliest"})
         refused: set[RecordId] = set()
-        try:
+        with contextlib.closing(self.log.tail({partition: "earliest"})) as tail:
             while tail.position(partition) < end:  # a few at a time: each holds a record of up to 16 MiB
                 for record in tail.poll(1.0, max_records=100):
                     with contextlib.suppress(Unusable):
-                        dead_letter = dead_letters.read(record, run=self.reporter.run)[1]
-                        refused.add(dead_letter.record_id)
-        finally:
-            tail.close()
+                        refused.add(dead_letters.read(record, run=self.reporter.run)[1].record_id)
         return refused
 
 
@@ -229,7 +223,7 @@ WRITE_LIMIT_S = 30.0
 
 
 def skip(log: "KafkaLog", run: str, topic: str, partition: int, offset: int) -> tuple[range, str]:
-    """Write a dead letter that makes all readers skip the unreadable range starting at `offset`; return the range and the consequence.
+    """Write a dead letter that makes all readers skip the unreadable records from `offset` on; return their offsets and the consequence.
 
     Raises `ConfigError` if the topic, partition or offset cannot be skipped.
     """
@@ -260,10 +254,7 @@ def skip(log: "KafkaLog", run: str, topic: str, partition: int, offset: int) -> 
     dead_letter = dead_letters.of_stretch(tp[0], partition, stretch, reason=reason, worker="operator", time_ns=time.time_ns())
     value = dead_letters.encode(dead_letter)
     headers = dead_letters.headers(dead_letter, run=run).encode(value)
-    producer = log.producer()
-    try:
+    with contextlib.closing(log.producer()) as producer:
         key = f"{topic}/{partition}/{offset}".encode()
         producer.send(Outgoing(topic=f"{run}.dead-letters", partition=0, key=key, headers=headers, value=value)).offset(WRITE_LIMIT_S)
-    finally:
-        producer.close()
     return stretch, SKIPPABLE[topic]

@@ -47,7 +47,7 @@ def check_engine(config: Config) -> None:
 def make_engine(config: Config, *, episodes: bool = True, sleeps: bool = False, notify: Callable[[str], None] = lambda _: None) -> Engine:
     """Open the engine with the initial model, wrapped by `with_environments` if the run has an environment and `episodes`.
 
-    `sleeps`: it must support sleeping. Raises `EngineError`.
+    `sleeps`: it must be able to free its device's memory while other processes use it. Raises `EngineError`, `ConfigError`.
     """
     with _LOADING, _mistakes():
         engine = config.engine.open(_settings_of(config, sleeps=sleeps))
@@ -65,6 +65,7 @@ def with_environments(engine: Engine, config: Config, *, notify: Callable[[str],
 
 
 def limits_of(config: Config) -> Limits:
+    """The limits of an episode in turns, tokens and seconds, from `[environment]` and `[sampling]`."""
     chosen = config.environment
     return Limits(
         max_turns=chosen.max_turns, turn_tokens=config.sampling.max_new_tokens, trajectory_tokens=chosen.max_tokens,
@@ -74,31 +75,23 @@ def limits_of(config: Config) -> Limits:
 
 
 def template_for(config: Config) -> Template:
+    """The chat template with which the turns of an episode are rendered. Raises `ConfigError`, `OSError`."""
     data, path = config.data, config.model_directory
     stop_ids = digests(path, chat_template=data.chat_template)["stop_ids"]
     return template_of(path, chat_template=data.chat_template, stop_ids=stop_ids, arguments=data.template_arguments)
 
 
 def _settings_of(config: Config, *, sleeps: bool) -> EngineSettings:
+    """The settings with which the rollout engine is opened; `sleeps`: it must be able to free its device's memory."""
     rollout = config.rollout
     completion = config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.eval.max_new_tokens or 0)
     return EngineSettings(
-        directory=config.model_directory,
-        dtype=rollout.dtype,
-        float32_head=config.model.float32_head,
-        device=rollout.device,
-        threads=rollout.threads,
-        seed=config.run.seed,
-        concurrency=rollout.concurrency,
-        longest=config.environment.max_tokens if config.environment.source is not None else completion,
-        kv_cache=rollout.kv_cache,
-        engine_process=rollout.engine_process,
-        arguments=rollout.vllm,
-        delay_s=rollout.toy_delay_s,
-        top_k=config.sampling.top_k,
-        stops_at_text=bool(config.sampling.stop),
-        sleeps=sleeps,
-    )
+        directory=config.model_directory, dtype=rollout.dtype, float32_head=config.model.float32_head, device=rollout.device,
+        threads=rollout.threads, seed=config.run.seed, concurrency=rollout.concurrency,
+        longest=config.environment.max_tokens if config.environment.source is not None else completion, kv_cache=rollout.kv_cache,
+        engine_process=rollout.engine_process, arguments=rollout.vllm, delay_s=rollout.toy_delay_s, top_k=config.sampling.top_k,
+        stops_at_text=bool(config.sampling.stop), sleeps=sleeps,
+    )  # fmt: skip
 
 
 def make_backend(config: Config, *, steps: int) -> Backend:

@@ -69,15 +69,12 @@ class WriterLease:
                 f"run {self.run} was created by an earlier release and lacks the topic {self._topic}: add it with `penstock topics adopt "
                 f"{self.run}`, or resume the run with `penstock run --resume {self.run}`, which adds it too"
             )
-        tail = self.log.tail({(self._topic, 0): "earliest"})
-        try:
+        with contextlib.closing(self.log.tail({(self._topic, 0): "earliest"})) as tail:
             self._await_silence(tail)
             transactions = self.log.transactions(f"{self.run}.{self.writer}", claim=self._record("taken"))
             claims = [claim for claim in self._read(tail.read_to_end(include_open=True)) if claim.kind == "taken"]
             own = [claim.token for claim in claims].index(self.token)
             concurrent = claims[:own] if self.first_wins else claims[own + 1 :]
-        finally:
-            tail.close()
         self._producer = self.log.producer()
         if self.watch_s:
             threading.Thread(target=self._beat, daemon=True, name=f"alive-{self.writer}").start()
@@ -90,11 +87,8 @@ class WriterLease:
         """Raise `Fenced` if another process has acquired the lease; reads the topic."""
         if self._producer is None:
             return
-        tail = self.log.tail({(self._topic, 0): "earliest"})
-        try:
+        with contextlib.closing(self.log.tail({(self._topic, 0): "earliest"})) as tail:
             owner = [claim for claim in self._read(tail.read_to_end(include_open=True)) if claim.kind == "taken"][-1]
-        finally:
-            tail.close()
         if owner.token != self.token:
             raise Fenced(f"another process, on {owner.host}, now writes as {self.run}.{self.writer}: this process must stop")
 
@@ -131,6 +125,7 @@ class WriterLease:
             silent_s, last = silent_s + (0.0 if tail.outage_s else now - last), now
 
     def _taken_by(self, owner: Owner) -> Fenced:
+        """The error to raise because the process in this record has the lease."""
         since = time.strftime("%H:%M:%S", time.localtime(owner.time_ns / 1e9))
         return Fenced(
             f"{self.writer} of run {self.run} is already running on {owner.host} (last heartbeat at {since}): this process "
@@ -138,6 +133,7 @@ class WriterLease:
         )
 
     def _read(self, records: Iterable[Record]) -> Iterable[Owner]:
+        """Yield the records about this lease, decoded; others and invalid ones are skipped."""
         for record in records:
             with contextlib.suppress(Unusable):  # no valid claim
                 owner = owners.read(record, run=self.run)[1]
@@ -145,12 +141,14 @@ class WriterLease:
                     yield owner
 
     def _beat(self) -> None:
+        """Send a heartbeat every `BEAT_S` until the lease is released; the body of a thread."""
         assert self._producer is not None
         while not self._left.wait(BEAT_S):
             with contextlib.suppress(PenstockError):  # the process's own calls raise errors of the log
                 self._producer.send(self._record("alive"))
 
     def _record(self, kind: OwnerKind) -> Outgoing:
+        """A record that this process has taken the lease, is alive, or has ended."""
         owner = Owner(writer=self.writer, token=self.token, kind=kind, host=socket.gethostname(), time_ns=time.time_ns())
         value = owners.encode(owner)
         headers = owners.headers(owner, run=self.run).encode(value)

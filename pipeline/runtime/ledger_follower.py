@@ -4,6 +4,7 @@ Entries and versions are applied without gaps. Of the manifests of one version w
 ones. Any other repetition changes nothing and a record beyond a gap is refused, so that all readers agree.
 """
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -47,7 +48,7 @@ class LedgerState:
 
     @property
     def end(self) -> dict[str, Any]:
-        """The digest of the newest entry and the number of entries, which commit to the ledger so far."""
+        """Digest of the newest entry and number of entries, by which two readers can compare the ledger up to here."""
         return {"head": self.head, "entries": self.last_seq + 1}
 
     def apply(self, record: Record) -> Entry | Manifest | None:
@@ -142,7 +143,5 @@ class LedgerFollower:
         self._tail.close()
 
     def _apply(self, record: Record) -> None:
-        try:
+        with contextlib.suppress(Unusable):
             self.state.apply(record)
-        except Unusable:
-            return

@@ -116,7 +116,7 @@ def work(
     security: Mapping[str, Any] | None = None, debug: bool = False, health: str | None = None, log_json: bool = False,
     wait_broker_s: float = 0.0, linger: bool = False,
 ) -> int:  # fmt: skip
-    """Join the run as `role` and do its work; SIGTERM and SIGINT request an orderly stop.
+    """Join the run as `role`, do its work, and return the exit status; SIGTERM and SIGINT request an orderly stop.
 
     `wait_broker_s` limits the wait for a first response of the broker; with `linger` the process stays when the run is over.
     """
@@ -134,7 +134,7 @@ def work(
         if not rank:  # first: a worker whose port is taken must not join, and one that waits for broker and run is probed
             serve(probed, health, notify=partial(print_line, run, worker or role))
         name = f"{run}.{worker or role}" + (f"-rank-{rank}" if rank else "")
-        log = _log(bootstrap, security, client_id=name, wait_s=wait_broker_s, notify=partial(print_line, run, worker or role), stop=stop)
+        log = _connect(bootstrap, security, name, wait_broker_s, partial(print_line, run, worker or role), stop)
         if rank:
             importlib.import_module(ROLES[role].module).follow(log, run, model=model, trust=trust)
             return ENDED
@@ -167,14 +167,8 @@ def work(
         sys.stdout.flush()
 
 
-def _log(
-    bootstrap: str,
-    security: Mapping[str, Any] | None,
-    *,
-    client_id: str,
-    wait_s: float,
-    notify: Callable[[str], None],
-    stop: threading.Event,
+def _connect(
+    bootstrap: str, security: Mapping[str, Any] | None, client_id: str, wait_s: float, notify: Callable[[str], None], stop: threading.Event
 ) -> Log:
     """Connect to the log, waiting up to `wait_s` for the broker. Raises `ConfigError` for an invalid address or setting."""
     from penstock.infra.kafka.log import KafkaLog, await_broker
@@ -186,7 +180,7 @@ def _log(
 
 
 def _failed(role: str, session: Session | None, error: BaseException, *, run: str, debug: bool) -> int:
-    """Print and report the cause of a failure, and exit without waiting for client threads, which may hang."""
+    """Print the cause of a failure, report it to the run if that was joined, and return the exit status."""
     if debug or os.environ.get("PENSTOCK_DEBUG"):
         traceback.print_exception(error)
     text = f"{error}. Check that the run was not started twice" if isinstance(error, Fenced) else str(error)

@@ -49,15 +49,15 @@ class FeederOffsetMetadata(NamedTuple):
     """Next position in the order of prompts after those groups."""
 
 
-Note = TypeVar("Note", RolloutOffsetMetadata, CallOffsetMetadata, ScorerOffsetMetadata, FeederOffsetMetadata)
+Metadata = TypeVar("Metadata", RolloutOffsetMetadata, CallOffsetMetadata, ScorerOffsetMetadata, FeederOffsetMetadata)
 
 
-def encode(note: RolloutOffsetMetadata | CallOffsetMetadata | ScorerOffsetMetadata | FeederOffsetMetadata) -> str:
-    return json.dumps(note._asdict())
+def encode(metadata: RolloutOffsetMetadata | CallOffsetMetadata | ScorerOffsetMetadata | FeederOffsetMetadata) -> str:
+    return json.dumps(metadata._asdict())
 
 
-def decode(kind: type[Note], text: str) -> Note | None:
-    """Parse the metadata of a committed offset; None if it is missing or malformed."""
+def decode(kind: type[Metadata], text: str) -> Metadata | None:
+    """Parse the metadata of a committed offset as an object of class `kind`; None if they are missing or malformed."""
     try:
         fields = json.loads(text)
         numbers = [fields[name] for name in kind._fields]

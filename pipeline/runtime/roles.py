@@ -322,6 +322,7 @@ class AclRule:
 
 
 def _acl_rules_of(role: Role, run: str) -> list[AclRule]:
+    """The permissions that the workers of a role need."""
     grants = [AclRule("topic", _kafka_name(run, topic), "literal", "READ") for topic in role.reads]
     grants.append(AclRule("topic", f"{run}.", "prefixed", "DESCRIBE"))  # where topics end, so as to read all of them up to one moment
     grants += [AclRule("topic", _kafka_name(run, topic), "literal", "WRITE") for topic in role.writes]
@@ -334,7 +335,7 @@ def _acl_rules_of(role: Role, run: str) -> list[AclRule]:
 
 
 def acl_rules(run: str) -> dict[str, list[AclRule]]:
-    """The rules of every role, of users who launch a run, and of users who inspect one."""
+    """Name of a role, `LAUNCHER` or `READER` -> the permissions that its workers or users need for this run."""
     own = f"{run}."
     looks = [AclRule("topic", own, "prefixed", "READ"), AclRule("topic", catalogue.RUNS_TOPIC, "literal", "READ")]
     # librdkafka, which exports and audits, describes its group although it joins none.

@@ -38,7 +38,7 @@ def request_of(prompt: Prompt, samples: Sequence[int], *, config: Config, stop_i
 
 
 def episode_request(request: GroupRequest, *, text: str, messages: str | None, columns: Mapping[str, Any]) -> EpisodeRequest:
-    """The same request as episodes of an environment, which receives the row's columns."""
+    """Extend a request to one for episodes of an environment, which gets the prompt, its chat messages (JSON) and the row's columns."""
     fields = {name: getattr(request, name) for name in GroupRequest.__dataclass_fields__}
     return EpisodeRequest(**fields, prompt=text, messages=messages, row=columns)
 

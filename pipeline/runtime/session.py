@@ -14,7 +14,7 @@ from typing import Any
 from penstock.infra.errors import PenstockError
 from penstock.infra.log import Log, Member, Pools, Producer, Transactions
 from penstock.infra.sandbox.signals import set_in_handler
-from penstock.pipeline.config.load import Config, ConfigError, from_json
+from penstock.pipeline.config.load import Config, ConfigError, from_json, with_values
 from penstock.pipeline.data.tokenization import digests
 from penstock.pipeline.runtime.dead_letters import DeadLetters
 from penstock.pipeline.runtime.leases import WriterLease, new_token, process_token
@@ -86,7 +86,7 @@ class Session:
         )  # fmt: skip
 
     def transactions(self) -> Transactions:
-        """Acquire this worker's lease. Raises `Fenced` while another process holds it."""
+        """Acquire this worker's writer lease; return the producer of its transactions. Raises `Fenced` if another process holds it."""
         reporter = self.reporter
         self._lease = WriterLease(
             log=self.log, run=self.run, writer=self.worker, token=self.token, watch_s=self.watch_s, notify=reporter.notify, stop=self.stop
@@ -134,20 +134,13 @@ class Session:
 
 
 def join(
-    *,
-    run: str,
-    role: str,
-    log: Log,
-    worker: str | None,
-    model: str | None,
-    stop: threading.Event,
-    watch_s: float = 0.0,
-    pool: str | None = None,
-    trust: Trust = NO_TRUST,
-) -> Session | None:
+    *, run: str, role: str, log: Log, worker: str | None, model: str | None, stop: threading.Event, watch_s: float = 0.0,
+    pool: str | None = None, trust: Trust = NO_TRUST,
+) -> Session | None:  # fmt: skip
     """Wait for the run to be registered and join it; None if a stop was requested first.
 
-    Raises `ConfigError`, also for code that neither the run's key nor `trust` covers.
+    `worker` is the name, made of host and process if None; `model` is the model's directory here, if not the configuration's. Raises
+    `ConfigError`, also for code that neither the run's key nor `trust` covers.
     """
     announced = False
     while not _is_made(log, registered := registration(log, run, key_file=trust.run_key)):
@@ -161,7 +154,7 @@ def join(
     if role == "tracker":
         require_own_server(registered, config, trust=trust)
     if model is not None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
+        config = with_values(config, "model", path=model)
     token = process_token()
     name = worker or f"{role}-{socket.gethostname().split('.')[0].lower()}-{token[:6]}"  # a pid may be the same on two machines
     pool = pool_of_worker(config, role=role, worker=name, requested=pool)

@@ -197,6 +197,7 @@ class RunReader:
 
     @cached_property
     def _ends(self) -> dict[str, dict[Partition, int]]:
+        """Topic -> partition -> offset before which this reader reads."""
         ends = {topic: self.log.end_offsets(_partitions(self.log, f"{self.run}.{topic}")) for topic in EFFECTS_FIRST}
         if (earlier := self._earlier) is None:
             return ends
@@ -254,20 +255,20 @@ def scan(log: Log, *names: str, since: Mapping[Partition, int] = _ALL) -> Iterat
 
 
 def between(log: Log, at: Partition, start: int, end: int, *, fetch_bytes: int | None = None) -> Iterator[Record]:
-    """The records of one partition from offset `start` to before `end`, which both exist; `fetch_bytes` as in `Log.tail`."""
+    """Yield the records of one partition from offset `start` to before `end`, which both exist; `fetch_bytes` are fetched at once."""
     if start >= end:
         return
-    tail = log.tail({at: start}, fetch_bytes=fetch_bytes)
-    try:
+    with contextlib.closing(log.tail({at: start}, fetch_bytes=fetch_bytes)) as tail:
         yield from (record for record in drain(tail, {at: end}) if record.offset < end)
-    finally:
-        tail.close()
 
 
 def drain(
     tail: Tail, ends: Mapping[Partition, int], *, silence_s: float = SILENCE_S, alive: Callable[[], None] = lambda: None
 ) -> Iterator[Record]:
-    """Records of an open tail until it reaches these end offsets. Raises `LogError` after `silence_s` without a record."""
+    """Yield the records of an open tail until it reaches these end offsets; `alive` is called before each poll.
+
+    Raises `LogError` after `silence_s` without a record.
+    """
     behind, silent_s = [at for at, end in ends.items() if tail.position(at) < end], 0.0
     while behind:
         alive()
@@ -291,13 +292,13 @@ def read_to_current_end(log: Log, tail: Tail, *, include_open: bool = False) -> 
 def _up_to(
     log: Log, ends: Mapping[Partition, int], *, alive: Callable[[], None] = lambda: None, since: Mapping[Partition, int] = _ALL
 ) -> Iterator[Record]:
-    """Records from `since`, or the first retained one, up to these end offsets."""
+    """Yield the records of the partitions in `ends` from `since`, or the first retained one, to before these end offsets."""
     first_offsets = {at: max(start, since.get(at, start)) for at, start in log.beginning_offsets(ends).items()}
     starts: dict[Partition, Start] = {at: start for at, start in first_offsets.items() if start < ends[at]}
     if not starts:
         return
-    tail, ends = log.tail(starts), {at: ends[at] for at in starts}
-    try:
+    ends = {at: ends[at] for at in starts}
+    with contextlib.closing(log.tail(starts)) as tail:
         while ends:
             try:
                 records = drain(tail, ends, alive=alive)
@@ -309,8 +310,6 @@ def _up_to(
                     raise
                 ends = {at: end for at, end in ends.items() if moved.get(at, 0) < end}
                 tail.add({**moved})
-    finally:
-        tail.close()
 
 
 def _partitions(log: Log, name: str) -> list[Partition]:
@@ -318,4 +317,5 @@ def _partitions(log: Log, name: str) -> list[Partition]:
 
 
 def _claims(record: Record, claims: AbstractSet[bytes]) -> bool:
+    """True if the key or the group header of a record, both unchecked, is one of these group numbers."""
     return record.key in claims or any(name == "group" and value in claims for name, value in record.headers)

@@ -40,7 +40,7 @@ def key_path(run: str) -> Path:
 
 
 def make_key(run: str) -> bytes:
-    """The run's key in the state directory, created if missing. Raises `ConfigError` if the existing file is not a key of this user."""
+    """Return the run's key from the state directory, created if missing. Raises `ConfigError` if the existing file is no valid key."""
     state_directory()
     path = key_path(run)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,6 +101,7 @@ def newest(records: Iterable[RunRecord], key: bytes) -> RunRecord | None:
 
 
 def _mac(record: RunRecord, key: bytes) -> str:
+    """HMAC-SHA-256 (hex) of the parts of a record that its signature covers: all but the status."""
     parts = (record.run, str(record.revision), str(record.created_ns), record.config, record.info)
     text = b"".join(b"%d:%b" % (len(part), part) for part in (part.encode("utf-8", "surrogatepass") for part in parts))
     return hmac.new(key, b"penstock run/1 " + text, hashlib.sha256).hexdigest()
@@ -184,17 +185,15 @@ def _signed(log: Log, record: RunRecord) -> RunRecord:
 
 
 def _append(log: Log, name: str, record: RunRecord) -> None:
-    producer = log.producer()
-    try:
+    """Write a record to the topic with this Kafka name. Raises `LogError` unless it is acknowledged within `WRITE_LIMIT_S`."""
+    with contextlib.closing(log.producer()) as producer:
         value = topic.encode(record)
         headers = topic.headers(record).encode(value)
         producer.send(Outgoing(topic=name, partition=0, key=record.run.encode(), headers=headers, value=value)).offset(WRITE_LIMIT_S)
-    finally:
-        producer.close()
 
 
 def set_status(log: Log, record: RunRecord, *, status: topic.Status) -> RunRecord:
-    """Write a run with another status to the register."""
+    """Write a run with another status, and the current time, to the register; return that record."""
     changed = replace(record, status=status, updated_ns=time.time_ns())
     write_status(log, changed)
     return changed
@@ -243,6 +242,7 @@ def registration(log: Log, run: str, *, key_file: Path | None = None) -> Registr
 
 
 def _own(log: Log, run: str) -> list[tuple[int, RunRecord]]:
+    """(offset, record) of the usable records in the run's own topic, signed or not."""
     made = []
     for record in scan(log, topic_name(run, "run")):
         with contextlib.suppress(Unusable):
@@ -253,8 +253,8 @@ def _own(log: Log, run: str) -> list[tuple[int, RunRecord]]:
 def resolve(log: Log, text: str, *, executes: bool = False) -> str:
     """Find a run's id by id, unique prefix or `latest`. Raises `ConfigError`.
 
-    `executes`: for a command that executes, changes or deletes; its `latest` is this user's newest run on this machine, not that of others
-    have registered. That of other commands is the broker's newest run. Dates in the future are ignored.
+    `latest` is the newest run on the broker; with `executes`, for a command that executes, changes or deletes something of the run, this
+    user's newest run on this machine, so that a run that others have registered is not meant. Dates in the future are ignored.
     """
     runs = all_runs(log)
     names = [record.run for record in runs]

@@ -58,6 +58,7 @@ def user_code(config: Config, *, sections: Collection[str] = (), overridden: Col
 
 
 def keys_of(overrides: Iterable[str]) -> list[str]:
+    """The keys in `--set KEY=VALUE` texts."""
     return [text.partition("=")[0].strip() for text in overrides]
 
 
@@ -99,9 +100,9 @@ def _is_own_environment(source: str) -> bool:
 
 
 def _names_code(option: str, value: Any, *, choices: Collection[str] | None = None) -> bool:
-    """True for an engine option that may name a module, class or file, or make a library execute code that it finds.
+    """True for an engine option whose value may name a module, class or file, or make a library execute code from a model's folder.
 
-    `choices`: the options whose texts are choices of the library, if not all are.
+    `choices`: the options whose texts are choices of the library itself; None if the texts of all options are.
     """
     if isinstance(value, dict):
         return any(_names_code(str(name), inner, choices=choices) for name, inner in value.items())
@@ -187,7 +188,7 @@ def require_own(registered: Registration) -> RunRecord:
 
 
 def as_block(run: str, named: Collection[Named]) -> str:
-    """The code that a run would execute, one line each, with control characters escaped."""
+    """The code that a run would execute, as text with one line for each key, with control characters escaped."""
     width = max((len(key) for key, _ in named), default=0)
     return "\n".join([f"run {run} would execute this code:", *(f"  {_visible(key):<{width}}  {_visible(text)}" for key, text in named)])
 

@@ -49,7 +49,7 @@ def family_of(table: str, key: str) -> tuple[str, str, float]:
 
 
 def families(points: Mapping[str, float], labels: Mapping[str, str]) -> Iterable[Any]:
-    """Metrics by full name as families of `prometheus_client`; `labels` are on every sample. A name without a meaning is a gauge."""
+    """Convert metrics by full name to families of `prometheus_client`; `labels` are added to every sample. An unlisted name is a gauge."""
     from prometheus_client.core import Metric
 
     by_name: dict[str, Any] = {}
@@ -98,6 +98,7 @@ class Health:
     """Last iteration of the loop, and time and CPU seconds at the first probe after it."""
 
     def response(self, path: str) -> Response:
+        """The response to a GET request for `path`: 200 if the worker is alive, or ready, else 503 with the reason."""
         if path == "/livez":
             return _response(self.hangs())
         if path == "/readyz":
@@ -128,6 +129,7 @@ class Health:
         return None if self.over or "startup_s" in self.reporter.values else self.reporter.labels.get("doing", "starting")
 
     def _metrics(self) -> bytes:
+        """The worker's metrics in Prometheus' text format."""
         from prometheus_client import CollectorRegistry, generate_latest
 
         registry = CollectorRegistry()
@@ -146,6 +148,7 @@ class Health:
 
 
 def cpu_s() -> float:
+    """CPU seconds of this process and its descendants so far."""
     spent = 0.0
     for process in (own := psutil.Process(), *own.children(recursive=True)):
         try:
@@ -157,9 +160,9 @@ def cpu_s() -> float:
 
 
 def serve(health: Health, text: str | None = None, *, notify: Callable[[str], None] = print) -> Callable[[], None]:
-    """Serve at `text`, or at the address in the environment, until the returned function is called.
+    """Start to serve probes and metrics at `text`, by default at the address in the environment; return the function that stops it.
 
-    Raises `ConfigError` for a malformed address and for a port in use.
+    Without an address nothing is served. Raises `ConfigError` for a malformed address and for a port in use.
     """
     address = text or os.environ.get(HEALTH)
     if not address:
@@ -180,6 +183,8 @@ def serve(health: Health, text: str | None = None, *, notify: Callable[[str], No
 
 
 def _application(health: Health) -> Callable[..., Iterable[bytes]]:
+    """The WSGI application of the endpoint."""
+
     def respond(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         status, kind, body = health.response(environ["PATH_INFO"])
         start(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])

@@ -95,6 +95,7 @@ class ClientLog(logging.Handler):
         """(logger, text without numbers) -> time of the last printed warning, and number of those since."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Pass a warning on, unless one that differs only in numbers was passed on within `EVERY_S`: such are counted."""
         cause = record.exc_info[1] if record.exc_info else None
         text = " ".join(f"{record.getMessage()}{f': {type(cause).__name__}: {cause}' if cause else ''}".split())
         key, now = (record.name, _NUMBERS.sub("", text)), time.monotonic()
@@ -107,7 +108,7 @@ class ClientLog(logging.Handler):
 
 
 def pass_on_warnings(notify: Callable[[str, str], None]) -> Callable[[], None]:
-    """Pass warnings of the Kafka client and of Penstock's logger to `notify(text, level)` until the returned function is called."""
+    """Pass warnings of the Kafka client and of Penstock's logger to `notify(text, level)`; return the function that ends this."""
     handler = ClientLog(notify)
     for name in LOGGERS:
         logging.getLogger(name).addHandler(handler)

@@ -63,7 +63,8 @@ def kind_of(use: str) -> str:
 
 
 def split(use: str, seconds: float) -> dict[str, float]:
-    """Use -> its part of the seconds since the last count; a waiting loop that stood still for over a minute was suspended.
+    """Divide the seconds since the last count, in which a worker's time had this use, into uses: a waiting loop that counts each second,
+    but did not for over `SUSPENDED_S`, was suspended with its process.
 
     Example:
         split("no_group", 75.0)  # -> {"no_group": 1.0, "suspended": 74.0}
@@ -111,6 +112,7 @@ class ThrottledLog:
     _summed: float = field(default_factory=time.monotonic)
 
     def notify(self, kind: str, text: str) -> None:
+        """Print a line, or only count it if `PRINTED_AT_FIRST` lines of this kind were printed."""
         self._seen[kind] += 1
         if self._seen[kind] <= PRINTED_AT_FIRST:
             self.write(text)
@@ -193,6 +195,7 @@ class Reporter:
             self._counted = now
 
     def waited_s(self) -> float:
+        """Seconds that this worker, a trainer, has waited so far, for groups or for its device."""
         self._count_time()
         return sum(self.values.get(f"time_{use}_s", 0.0) for use in TRAINER_WAITS)
 
@@ -208,10 +211,27 @@ class Reporter:
         self.throttled.notify("ignored duplicates", f"ignored a duplicate: {name}")
 
     def numbers(self) -> dict[str, float]:
-        return {**self.values, **self._process_values()}
+        """The cumulative numbers of a status: `values`, and costs, CPU time and memory of the process."""
+        spent, process = self.log.costs(), psutil.Process()
+        times = process.cpu_times()
+        return {
+            **self.values,
+            "cost_encode_s": self.encoding.seconds,
+            "cost_decode_s": self.decoding.seconds,
+            "cost_send_s": spent["send_s"],
+            "cost_poll_s": spent["poll_s"],
+            "cost_io_s": spent["io_s"],
+            "uptime_s": self._counted - self._started,
+            "cpu_s": times.user + times.system,
+            "rss_mib": process.memory_info().rss / 2**20,
+            "peak_rss_mib": peak_rss() / 2**20,
+        }
 
     def status(self, *, force: bool = False) -> None:
-        """Send the worker's state once in each second of the wall clock, so that readers get the reports of all workers together."""
+        """Send the worker's state if it was not sent in this second of the wall clock, or with `force`; called by every main loop.
+
+        All workers report at the start of a second, so that readers get the reports together. Raises `LogError` if sending has failed.
+        """
         self.turned_s = time.monotonic()
         second = time.time() // STATUS_EVERY_S
         if not force and second == self._last_status:
@@ -262,18 +282,3 @@ class Reporter:
         self.labels["status"] = status
         self._count_time()
         self.send(kind="final", values=self.numbers(), labels=self.labels)
-
-    def _process_values(self) -> dict[str, float]:
-        spent, process = self.log.costs(), psutil.Process()
-        times = process.cpu_times()
-        return {
-            "cost_encode_s": self.encoding.seconds,
-            "cost_decode_s": self.decoding.seconds,
-            "cost_send_s": spent["send_s"],
-            "cost_poll_s": spent["poll_s"],
-            "cost_io_s": spent["io_s"],
-            "uptime_s": self._counted - self._started,
-            "cpu_s": times.user + times.system,
-            "rss_mib": process.memory_info().rss / 2**20,
-            "peak_rss_mib": peak_rss() / 2**20,
-        }

@@ -27,6 +27,14 @@ def _memory(run: str, origin: Manifest, *, only_reads: bool = False) -> MachineM
     return MachineMemory(f"{run} {origin.created_ns} {origin.digest} trainer", only_reads=only_reads)
 
 
+def attach(copy: WeightCopy, memory: MachineMemory, origin: Manifest) -> None:
+    """Request shared memory from the process that owns it, for a copy in it; nothing changes without a response. Raises `OSError`."""
+    if (file := memory.request_file()) is not None:
+        copy.lay_out(names=origin.names, dtypes=origin.dtypes, shapes=origin.shapes)
+        with copy.lock:
+            memory.map(file)
+
+
 class IpcWeightSender:
     """Offers the trainer's newest version in shared memory, to workers and for comparison with the next version."""
 
@@ -62,6 +70,7 @@ class IpcWeightReceiver:
     """Reads the trainer's versions from shared memory, in a worker."""
 
     def __init__(self, run: str, origin: Manifest) -> None:
+        """Prepare to read the memory of the trainer of `run`, whose version 0 is `origin`."""
         self._memory, self._origin = _memory(run, origin, only_reads=True), origin
         self.copy = WeightCopy(self._memory)
         self._request_at, self._absent_since = 0.0, 0.0
@@ -74,7 +83,7 @@ class IpcWeightReceiver:
         if self.copy.version != newest.version + 1 and (newest is not self._requested or now >= self._request_at):
             self._requested, self._request_at = newest, now + every_s
             try:
-                self._attach()
+                attach(self.copy, self._memory, self._origin)
             except (OSError, LogError):
                 self._serves = False
             else:
@@ -87,12 +96,6 @@ class IpcWeightReceiver:
 
     def _holds(self, version: Manifest) -> bool:
         return self.copy.holds(version.version, version.digest)
-
-    def _attach(self) -> None:
-        if (file := self._memory.request_file()) is not None:
-            self.copy.lay_out(names=self._origin.names, dtypes=self._origin.dtypes, shapes=self._origin.shapes)
-            with self.copy.lock:
-                self._memory.map(file)
 
     def close(self) -> None:
         with self.copy.lock:

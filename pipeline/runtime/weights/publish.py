@@ -49,9 +49,9 @@ def send_version(
 ) -> Manifest:
     """Send a version, in full or as a delta to `base`; returns the manifest once all chunks are acknowledged.
 
-    `partitions` take the chunks in turn. `digest` returns the digest of the tensors if they are not sent or it was computed before; if
-    absent, each piece is hashed while it is compared or sent, so that memory is read once.
-    `adapters`, blocks of `weight_adapter`, are sent instead of tensors: `digest` then gives that of the merged ones.
+    The chunks go to `partitions` in turn. `digest` is called for the digest of the tensors, in a thread; without it each part of a tensor
+    is hashed while it is compared or sent, so that memory is read once. `adapters`, blocks of `weight_adapter`, are sent instead of
+    tensors; then `digest` returns the digest of the merged weights.
     """
     ordered = in_name_order(tensors)
     if base is not None and _layout(ordered) != _layout(base.tensors):
@@ -79,7 +79,7 @@ def send_version(
         dtypes=tuple(tensor.dtype for tensor in described),
         shapes=tuple(tensor.shape for tensor in described),
         chunk_partitions=tuple(writer.partition(index) for index in range(len(writer.sizes))),
-        chunk_offsets=tuple(one.offset() for one in writer.pending),
+        chunk_offsets=tuple(pending.offset() for pending in writer.pending),
         chunk_sizes=tuple(writer.sizes),
         chunk_sha256=tuple(writer.hashes),
         created_ns=time.time_ns(),
@@ -122,6 +122,7 @@ class ChunkWriter:
         return self.partitions[index % len(self.partitions)]
 
     def add(self, data: Any) -> None:
+        """Append bytes to the stream, and send the chunks that they fill; `data` is any buffer."""
         view, start = memoryview(data).cast("B"), 0
         while start < len(view):
             size = self._size()
@@ -140,6 +141,7 @@ class ChunkWriter:
             self._send()
 
     def _send(self) -> None:
+        """Send the open chunk, and record its size and SHA-256 for the manifest."""
         index, data = len(self.sizes), bytes(self._chunk)
         self._chunk.clear()
         chunk = Chunk(version=self.version, index=index, data=data)
@@ -157,7 +159,10 @@ class ChunkWriter:
 def _send_tensors(
     writer: ChunkWriter, new: Sequence[TensorBytes], base: Base | None, hashing: tuple[Hasher, ThreadPoolExecutor] | None
 ) -> None:
-    """Send tensors, or their delta to `base`, piece by piece; several pieces are compared and hashed concurrently."""
+    """Send tensors, or their delta to `base`, in parts of a tensor, several of which are compared and hashed concurrently.
+
+    `hashing` is the hasher to feed and the executor in which it runs; None if the digest is computed elsewhere.
+    """
     start, ahead = 0, deque[tuple[Future[list[Any]], Future[None] | None]]()
 
     def send_first() -> None:
@@ -198,12 +203,10 @@ def is_anchor(manifest: Manifest, *, every: int) -> bool:
 
 
 def deletable(manifests: Mapping[int, Manifest], *, ends: Mapping[int, int], every: int, needed: Collection[int] = ()) -> dict[int, int]:
-    """Partition -> offset below which no process needs chunks, for all partitions but that of version 0.
+    """Partition -> offset below which no process needs chunks, for all partitions but that of version 0; empty if nothing can be deleted.
 
-    `ends` are the offsets after our newest chunk in each partition, `every` is `weights.anchor_every`, `needed` are versions that somebody
-    may still request.
-
-    Two anchors are retained, so that a worker that reads the older one has time until the next is published.
+    `ends` are the offsets after the trainer's newest chunk in each partition, `every` is `weights.anchor_every`, `needed` are versions that
+    a process may still read. Two anchors are retained, so that a worker that reads the older one has time until the next is published.
     """
     anchors = sorted(version for version, manifest in manifests.items() if version and is_anchor(manifest, every=every))
     # Version 0 is always retained: it starts a chain only if no later version does.

@@ -46,11 +46,6 @@ class BaseWeights:
         copy.change(partial(weight_adapter.apply, stream, self._data))
 
 
-def merge_into_origin(copy: WeightCopy, stream: memoryview) -> None:
-    """Merge adapters into a copy of version 0 itself, which is not retained. Raises `ValueError` with nothing overwritten."""
-    copy.change(lambda data: weight_adapter.apply(stream, data, data))
-
-
 SILENCE_S = 60.0
 """A version of which no chunk comes for this long cannot be read for the time being; a slow link may take any time for all of them."""
 POLL_S = 0.2
@@ -110,7 +105,7 @@ def _follow(copy: WeightCopy, origin: Manifest, links: Sequence[Manifest], reade
             elif link.encoding == "delta":
                 _apply(link, reader, lambda stream: copy.change(partial(weight_delta.apply, stream)))
             elif below is None:
-                _apply(link, reader, partial(merge_into_origin, copy))
+                _apply(link, reader, lambda stream: copy.change(lambda data: weight_adapter.apply(stream, data, data)))
             else:
                 if not below.serves(copy, origin):
                     below.keep(copy, origin)
@@ -124,6 +119,7 @@ def _follow(copy: WeightCopy, origin: Manifest, links: Sequence[Manifest], reade
 
 
 def _replace(copy: WeightCopy, manifest: Manifest, reader: "ChunkReader") -> None:
+    """Read a full snapshot into a copy. Raises `LogError` if chunks are missing or damaged, or do not fill the tensors."""
     try:
         copy.allocate(names=manifest.names, dtypes=manifest.dtypes, shapes=manifest.shapes)
     except ValueError as error:
@@ -144,13 +140,14 @@ def _apply(manifest: Manifest, reader: "ChunkReader", change: Callable[[memoryvi
 
 
 def _collect(manifest: Manifest, reader: "ChunkReader", into: memoryview) -> None:
+    """Read all chunks of a version into a buffer, each at its position."""
     starts = list(accumulate(manifest.chunk_sizes, initial=0))
     for chunk in reader.read(manifest):
         copy_bytes(into[starts[chunk.index] : starts[chunk.index + 1]], chunk.data)
 
 
 def _hold(copy: WeightCopy, manifest: Manifest, below: BaseWeights | None) -> None:
-    """Accept the bytes as a version if the digest matches; otherwise the retained version 0 may be damaged."""
+    """Mark a copy as the version of a manifest if its digest matches; otherwise raise `LogError`, and forget the retained version 0."""
     if (actual := copy.computed(hash_of(manifest.digest))) != manifest.digest:
         if below is not None:
             below.forget()
@@ -227,6 +224,7 @@ class ChunkReader:
         return self._tail
 
     def _comes_to(self, tail: Tail, at: tuple[str, int], offset: Start) -> bool:
+        """True if the tail follows the partition and reaches this offset within a few records, so that it need not seek."""
         return at[1] in self._followed and isinstance(offset, int) and 0 <= offset - tail.position(at) <= NEAR_RECORDS
 
     def close(self) -> None:
@@ -265,6 +263,7 @@ class ChunkReader:
 
 
 def _require_none(manifest: Manifest, lost: list[tuple[int, int]], topic: str, why: Callable[[int], str]) -> None:
+    """Raise `RecordMissing` if `lost`, the (partition, offset) of missing chunks, has any; `why(partition)` ends the message."""
     if lost:
         partition, offset = min(lost)
         more = f"; {len(lost) - 1} more are missing" if len(lost) > 1 else ""

@@ -9,7 +9,7 @@ is published until then. A late joiner starts near the ends of ledger and manife
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from penstock.infra.errors import LogError, LogUnreachable
 from penstock.infra.log import Log, Partition
@@ -19,7 +19,7 @@ from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.weight_copy import WeightCopy
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower, LedgerState
 from penstock.pipeline.runtime.topic_reader import between
-from penstock.pipeline.runtime.weights.direct import IpcWeightReceiver
+from penstock.pipeline.runtime.weights.direct import IpcWeightReceiver, attach
 from penstock.pipeline.runtime.weights.read import BaseWeights, ChunkReader, bring
 from penstock.topics import ledger, weights
 from penstock.topics.weights import Manifest
@@ -87,13 +87,14 @@ def _is_whole(ledger_state: LedgerState) -> bool:
 
 
 def _first_of_longest(records: list[Record], number_of: Callable[[Record], int]) -> tuple[int, int] | None:
-    """Index and number of the first record of the longest sequence of numbers without a gap; None if no record has one."""
+    """(index, number) of the first record of the longest run of consecutive numbers; None if no record is usable.
+
+    `number_of` returns a record's number, or raises `Unusable`.
+    """
     numbers = list[tuple[int, int]]()
     for index, record in enumerate(records):
-        try:
+        with suppress(Unusable):
             numbers.append((index, number_of(record)))
-        except Unusable:
-            continue
     lengths = dict[int, int]()
     for _, number in reversed(numbers):
         lengths[number] = max(lengths.get(number, 0), 1 + lengths.get(number + 1, 0))
@@ -102,10 +103,8 @@ def _first_of_longest(records: list[Record], number_of: Callable[[Record], int])
 
 def _apply(state: LedgerState, records: list[Record]) -> None:
     for record in records:
-        try:
+        with suppress(Unusable):
             state.apply(record)
-        except Unusable:
-            continue
 
 
 RETRY_S = 10.0
@@ -124,7 +123,7 @@ class WeightPrefetch:
     def __init__(
         self, log: Log, run: str, *, notify: Callable[[str], None] = lambda _: None, shared: bool = False, direct: bool = False
     ) -> None:
-        """Start the thread; `notify` receives a line when a version cannot be read, and when it can again.
+        """Start the thread; `notify` gets a line when a version cannot be read, and when it was read after that.
 
         `shared`: one copy for the machine's workers. `direct`: use the trainer's memory if it is on this machine.
         """
@@ -182,6 +181,7 @@ class WeightPrefetch:
         return newest
 
     def _check_same(self, version: int, digest: str) -> None:
+        """Raise `LogError` if weights were taken before their publication, and those of `version` have another digest."""
         if self._ahead is not None and self._ahead != (version, digest):
             loaded, had = self._ahead
             raise LogError(
@@ -205,6 +205,7 @@ class WeightPrefetch:
         self._thread.join(_CLOSE_S)
 
     def _follow(self) -> None:
+        """Follow the run and fetch new versions until it is closed; the body of the thread, whose error `check` raises."""
         try:
             follower = LedgerFollower(self._log, self._run, self.state, read_ends(self._log, self._run, self.state))
             try:
@@ -248,7 +249,7 @@ class WeightPrefetch:
                 return True
             if time.monotonic() >= self._request_at:
                 self._request_at = time.monotonic() + REQUEST_EVERY_S
-                self._attach(self._memory)
+                attach(self._copy, self._memory, self.state.manifests[0])
         except OSError as error:
             self._notify(f"weights cannot be shared with other workers on this machine ({error}): this worker reads its own copy")
             self._leave()
@@ -270,20 +271,15 @@ class WeightPrefetch:
             self._copy = self._ipc_receiver.copy
         return True
 
-    def _attach(self, memory: MachineMemory) -> None:
-        if (file := memory.request_file()) is not None:
-            layout = self.state.manifests[0]
-            self._copy.lay_out(names=layout.names, dtypes=layout.dtypes, shapes=layout.shapes)
-            with self._copy.lock:
-                memory.map(file)
-
     def _leave(self) -> None:
+        """Release the memory that is shared with other workers, if this worker uses it."""
         if self._memory is not None:
             with self._copy.lock:
                 self._memory.close()
             self._memory = None
 
     def _fetch(self, version: int) -> None:
+        """Read a version into the copy; after a failure `notify` gets one line, and it is read again after `RETRY_S`."""
         manifest = self.state.manifests[version]
         if manifest is self._refused and time.monotonic() < self._retry_at:
             return
