@@ -117,6 +117,7 @@ def zero_variance(rewards: Rewards) -> bool:
 
 
 def _checked(rewards: Rewards) -> npt.NDArray[np.float64]:
+    """The rewards of one group as an array [K]. Raises `ValueError` for another shape, an empty group or a reward that is not finite."""
     values: npt.NDArray[Any] = np.asarray(rewards, np.float64)
     if values.ndim != 1 or not len(values):
         raise ValueError(f"a group's rewards must be a one-dimensional array, not of shape {values.shape}")

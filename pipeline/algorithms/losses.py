@@ -362,6 +362,7 @@ def _importance_sums(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, m
 def _clipped(
     log_ratios: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, *, clip_low: float, clip_high: float, clip_dual: float | None
 ) -> tuple[torch.Tensor, Sums]:
+    """Loss of each token [B, L-1] under PPO's clipping, from log ratios [B, L-1], and its sums; arguments as in `policy_loss`."""
     ratio, per_token = log_ratios.exp(), _per_token(advantages)
     plain, clipped = ratio * per_token, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * per_token
     least = torch.minimum(plain, clipped)
@@ -370,6 +371,7 @@ def _clipped(
 
 
 def _per_token(advantages: torch.Tensor) -> torch.Tensor:
+    """Advantages [B] or [B, L-1] in a shape that multiplies token values [B, L-1]."""
     return advantages[:, None] if advantages.ndim == 1 else advantages
 
 

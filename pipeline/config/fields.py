@@ -37,6 +37,7 @@ def pinned(path: str) -> str:
 
 @cache
 def _snapshot(name: str) -> Path:
+    """Directory of a model on the hub in the local cache, downloaded if missing. Raises `BackendError`."""
     repository, _, revision = name.removeprefix(SCHEME).partition("@")
     try:
         from huggingface_hub import snapshot_download
@@ -44,8 +45,7 @@ def _snapshot(name: str) -> Path:
         raise BackendError(f"model.path: {name} needs the package huggingface_hub: pip install '.[trainer]' in the checkout") from error
     try:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=FILES))
-    # The boundary to a library that reads the network and a cache: its errors have no common type.
-    except Exception as error:
+    except Exception as error:  # the library reads the network and a cache: its errors have no common type
         if type(error).__name__.startswith("LocalEntry"):
             here = " `penstock model smollm2 DIR` creates this model offline;" if repository.endswith("/SmolLM2-135M-Instruct") else ""
             fix = f"{here} or run `hf download {repository}` on a machine with network access"

@@ -115,6 +115,7 @@ def with_device_defaults(table: Mapping[str, Any], *, gpus: int) -> dict[str, An
 
 
 def on_gpu(section: Any, gpus: int) -> bool:
+    """True if the `device` of a section is a GPU, on a machine with this number of GPUs."""
     device = section.get("device", "auto") if isinstance(section, Mapping) else None
     return isinstance(device, str) and (device.startswith("cuda") or (device == "auto" and gpus > 0))
 
@@ -200,9 +201,7 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
         _apply(table, text)
     refuse_secrets(table, recorded=json.loads(to_json(config)))
     changed = from_table(table)
-    return changed.model_copy(
-        update={"kafka": changed.kafka.model_copy(update={"security": config.kafka.security | changed.kafka.security})}
-    )
+    return with_values(changed, "kafka", security=config.kafka.security | changed.kafka.security)
 
 
 def with_values(config: Config, section: str, **values: Any) -> Config:
@@ -218,9 +217,9 @@ def with_paths(table: Mapping[str, Any], base: Path) -> dict[str, Any]:
 
 
 def from_json(text: str) -> Config:
-    """The configuration in a run's record, without passwords that earlier releases stored there.
+    """The configuration in a run's record, without passwords that earlier releases stored there. Raises `ConfigError`.
 
-    Records without these keys use the first edition of the defaults, and were trained on padded rows.
+    Records without `algorithm.defaults` use the first edition of the defaults, those without `trainer.share_prompts` padded rows.
     """
     table = json.loads(without_passwords(text))
     table.setdefault("algorithm", {}).setdefault("defaults", 1)
@@ -310,6 +309,7 @@ def _make_absolute(table: dict[str, Any], base: Path) -> None:
 
 
 def _made_absolute(value: Any, resolve: Resolve, base: Path, *, key: str) -> Any:
+    """Resolve the paths in the value of a key, relative to `base`. Raises `ConfigError` for a text that is no path."""
     try:
         return _resolved(value, resolve, base)
     except (ValueError, RuntimeError) as error:  # a null byte, a user without a home

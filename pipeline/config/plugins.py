@@ -116,6 +116,7 @@ def _file(path: str, base_dir: str | Path | None) -> Path:
 
 
 def _read(spec: str, file: Path) -> bytes:
+    """Read a plugin's source file. Raises `PluginError` with the name `spec`."""
     try:
         return file.read_bytes()
     except FileNotFoundError as error:
@@ -137,6 +138,7 @@ class _ThisSource(SourceFileLoader):
 
 
 def _load_file(spec: str, file: Path) -> ModuleType:
+    """Import a plugin file, once for each path and content. Raises `PluginError` if it is missing, or raises an error itself."""
     source = _read(spec, file)
     # Path and content: files of equal names are different modules, and an edited file is a new module.
     digest = hashlib.sha256(str(file).encode() + b"\0" + source).hexdigest()
@@ -146,14 +148,12 @@ def _load_file(spec: str, file: Path) -> ModuleType:
     _append_to_path(file.parent)
     own_name = _import_name(file) or name
     module_spec = importlib.util.spec_from_file_location(own_name, file, loader=_ThisSource(own_name, str(file), source))
-    assert module_spec is not None, f"no loader for {file}"
-    assert module_spec.loader is not None, f"no loader for {file}"
+    assert module_spec is not None and module_spec.loader is not None, f"no loader for {file}"
     module = importlib.util.module_from_spec(module_spec)
     sys.modules |= {name: module, own_name: module}
     try:
         module_spec.loader.exec_module(module)
-    # The boundary to a user's module: any error is reported in one line.
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         for loaded in {name, own_name}:
             sys.modules.pop(loaded, None)
         raise PluginError(f"{spec!r} fails while it is imported: {one_line(error)}") from error
@@ -170,18 +170,19 @@ def _import_name(file: Path) -> str | None:
 
 
 def _load_module(spec: str, module: str, base_dir: str | Path | None) -> ModuleType:
+    """Import the module of a plugin. Raises `PluginError` if it is missing, or raises an error itself."""
     _append_to_path(base_dir or ".")
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
-            raise _no_module(spec, error.name) from error
-        raise PluginError(f"{spec!r} fails while it is imported: {one_line(error)}") from error
     except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and (module == missing or module.startswith(f"{missing}.")):
+            raise _no_module(spec, missing) from error
         raise PluginError(f"{spec!r} fails while it is imported: {one_line(error)}") from error
 
 
 def _no_module(spec: str, missing: str) -> PluginError:
+    """The error about a module that does not exist, with the nearest name."""
     parent, _, last = missing.rpartition(".")
     inside = getattr(sys.modules.get(parent), "__path__", None) if parent else None
     names = [module.name for module in pkgutil.iter_modules(inside)]

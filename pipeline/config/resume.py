@@ -6,43 +6,15 @@ from collections.abc import Sequence
 from penstock.pipeline.config.load import Config, ConfigError, override
 
 CHANGEABLE = (
-    "run.health_port",
-    "run.max_restarts",
-    "run.restart",
-    "run.stall_s",
-    "data.on_change",
-    "reward.on_error",
-    "reward.timeout_s",
-    "eval.engine",
-    "launch.environments",
-    "launch.placement",
-    "rollout.concurrency",
-    "rollout.device",
-    "rollout.gpus_per_worker",
-    "rollout.slots",
-    "rollout.threads",
-    "rollout.workers",
-    "schedule.max_drops_per_step",
-    "scorer.group_deadline_s",
-    "scorer.processes",
-    "scorer.workers",
-    "trainer.checkpoint_every",
-    "trainer.checkpoint_keep_every",
-    "trainer.checkpoint_keep_last",
-    "trainer.deterministic",
-    "trainer.device",
-    "trainer.export",
-    "trainer.gpus",
-    "trainer.offload",
-    "trainer.offload_activations",
-    "trainer.on_mismatch",
-    "trainer.processes",
-    "trainer.threads",
-    "kafka.archive",
-    "kafka.give_up_s",
-    "kafka.keep_steps",
+    "run.health_port", "run.max_restarts", "run.restart", "run.stall_s", "data.on_change", "reward.on_error", "reward.timeout_s",
+    "eval.engine", "launch.environments", "launch.placement", "rollout.concurrency", "rollout.device", "rollout.gpus_per_worker",
+    "rollout.slots", "rollout.threads", "rollout.workers", "schedule.max_drops_per_step", "scorer.group_deadline_s", "scorer.processes",
+    "scorer.workers", "trainer.checkpoint_every", "trainer.checkpoint_keep_every", "trainer.checkpoint_keep_last",
+    "trainer.deterministic", "trainer.device", "trainer.export", "trainer.gpus", "trainer.offload", "trainer.offload_activations",
+    "trainer.on_mismatch", "trainer.processes", "trainer.threads", "kafka.archive", "kafka.give_up_s", "kafka.keep_steps",
     "kafka.session_s",
-)
+)  # fmt: skip
+"""Keys that a resumed run may change."""
 MOVED = ("model.path", "trainer.checkpoint_dir")
 """Keys of folders that may be at another path where a run is resumed; workers compare tokenizer and weights with those of the log."""
 OF_THE_FORK = ("model.path", "data.first_group", "trainer.initial_state", "trainer.initial_steps")

@@ -96,6 +96,7 @@ def refuse_secrets(table: Mapping[str, Any], *, recorded: Mapping[str, Any] | No
 
 
 def _holds_secret(value: Any, *, address: bool) -> bool:
+    """True if a value of the configuration, or one inside it, is or contains a password or token; in an `address` any `@` counts."""
     if isinstance(value, Mapping):
         texts = {str(name): inner for name, inner in value.items() if isinstance(inner, str) and not _NO_SECRET.match(inner)}
         return any(map(_SECRET_NAME.fullmatch, texts)) or any(_holds_secret(inner, address=False) for inner in value.values())

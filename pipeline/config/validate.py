@@ -19,6 +19,7 @@ Check = Callable[[Config], Iterator[str]]
 
 
 def first_mistake(config: Config) -> str | None:
+    """One line about the first mistake between the sections of a configuration; None if there is none."""
     return next((line for check in CHECKS for line in check(config)), None)
 
 
@@ -185,6 +186,7 @@ def _sources(config: Config) -> Iterator[str]:
 
 
 def _rewards(config: Config) -> Iterator[str]:
+    """Reward thresholds, weights and addresses, and groups too small for an advantage."""
     solved, unsolved = config.data.skip_solved, config.data.skip_unsolved
     if solved is not None and unsolved is not None and solved <= unsolved:
         yield f"data.skip_solved: {solved} must be above data.skip_unsolved = {unsolved}, otherwise every row would be skipped"
@@ -196,8 +198,7 @@ def _rewards(config: Config) -> Iterator[str]:
     weights, functions = config.reward.weights, config.reward.functions
     if weights is not None and len(weights) != len(functions):
         yield f"reward.weights: {len(weights)} weights for {len(functions)} reward.functions; set one weight per function"
-    keyed = (*(("reward", name) for name in config.reward.functions), *(("eval", name) for name in config.eval.functions or ()))
-    for section, name in keyed:
+    for section, name in (*(("reward", name) for name in functions), *(("eval", name) for name in config.eval.functions or ())):
         if is_address(name) and "@" in urlsplit(name).netloc:
             host = urlsplit(name).hostname
             yield f"{section}.functions: the address of {host} contains a password, and would be logged; set PENSTOCK_REWARD_TOKEN instead"
@@ -318,23 +319,6 @@ def _keep_steps(config: Config) -> Iterator[str]:
 
 
 CHECKS: tuple[Check, ...] = (
-    _length,
-    _schedule,
-    _sampling,
-    _policies,
-    _correction_bounds,
-    _loss,
-    _value_head,
-    _combine,
-    _terms,
-    _sources,
-    _rewards,
-    _isolated_network,
-    _tracking_uri,
-    _eval,
-    _workers,
-    _devices,
-    _early_stopping,
-    _environment,
-    _keep_steps,
-)
+    _length, _schedule, _sampling, _policies, _correction_bounds, _loss, _value_head, _combine, _terms, _sources, _rewards,
+    _isolated_network, _tracking_uri, _eval, _workers, _devices, _early_stopping, _environment, _keep_steps,
+)  # fmt: skip

@@ -46,20 +46,20 @@ def pass_at(k: int, *, solved: int, samples: int) -> float:
 def summary(
     *, greedy: Sequence[Score | None], sampled: Sequence[Score | None], samples: int, names: Sequence[str], threshold: float
 ) -> dict[str, float]:
-    """Accuracies with 95 % intervals, pass@k and mean rewards of one version; a score of None: the reward function failed.
+    """Metrics of one version: accuracies with 95 % intervals, pass@k and mean rewards, from one score per held-out prompt.
 
-    A prompt with a completion without a reward counts as one whose reward broke: its completions are counted in `n_failed` only. `greedy`
-    has one completion a prompt, `sampled` has `samples`; `names` are the reward functions. A completion whose reward reaches the
-    threshold is solved. avg@k's interval is over prompts, whose k samples are not independent.
+    A score has one reward in `greedy` and `samples` rewards in `sampled`; it is None if the reward function failed. Such a prompt, and one
+    with a completion without a reward, counts in `n_failed` only. `names` are the reward functions. A completion whose reward reaches
+    `threshold` is solved. The interval of the sampled accuracy is over prompts, whose samples are not independent.
     """
     greedy, sampled = ([score if score and None not in score.rewards else None for score in scores] for scores in (greedy, sampled))
     failed = sum(score is None for score in greedy) + samples * sum(score is None for score in sampled)
     values = {"n": float(len(greedy)), "samples": float(samples), "n_failed": float(failed)}
-    ones, many = [score for score in greedy if score is not None], [score for score in sampled if score is not None]
-    if ones:
-        solved = sum(_solved(score, threshold)[0] for score in ones)
-        low, high = wilson(solved, len(ones))
-        values |= {"greedy_accuracy": solved / len(ones), "greedy_low": low, "greedy_high": high, **_rewards("greedy", ones, names)}
+    single, many = [score for score in greedy if score is not None], [score for score in sampled if score is not None]
+    if single:
+        solved = sum(_solved(score, threshold)[0] for score in single)
+        low, high = wilson(solved, len(single))
+        values |= {"greedy_accuracy": solved / len(single), "greedy_low": low, "greedy_high": high, **_rewards("greedy", single, names)}
     if many:
         counts = [sum(_solved(score, threshold)) for score in many]
         mean = sum(counts) / (len(counts) * samples)
@@ -77,7 +77,7 @@ def _solved(score: Score, threshold: float) -> list[bool]:
 
 
 def _rewards(how: str, scores: Sequence[Score], names: Sequence[str]) -> dict[str, float]:
-    """Mean reward, and mean of each function over the completions that it scored."""
+    """Mean reward as `HOW_reward`, and as `HOW_reward/NAME` the mean of each function over the completions that it scored."""
     totals = [reward for score in scores for reward in score.scored]
     means = {f"{how}_reward": sum(totals) / len(totals)}
     for index, name in enumerate(names):
@@ -140,9 +140,8 @@ class Evaluator:
         renderer = Renderer.of(config)
         rows = [(row, renderer.render(row)) for _, row in held]
         reward = config.eval_reward
-        longest = (
-            config.max_completion_tokens if config.environment.source else config.eval.max_new_tokens or config.sampling.max_new_tokens
-        )
+        longest = config.eval.max_new_tokens or config.sampling.max_new_tokens
+        longest = config.max_completion_tokens if config.environment.source else longest
         pool: RewardPool[int] = reward_pool(reward, max_steps=info["steps"], max_completion_length=longest)
         names, faults = [name for name, _ in held], FaultCount(config.reward.on_error)
         return cls(config, info, notify, stopped, engine, pool, Decoder(config.model.path), rows, names, renderer, faults, meanwhile)
@@ -189,6 +188,7 @@ class Evaluator:
         return episode_request(request, text=text, messages=json.dumps(messages) if messages else None, columns=row.columns)
 
     def _example(self, index: int, completion: str, score: Score | None) -> dict[str, Any]:
+        """One prompt with its greedy completion and reward, as an evaluation records it."""
         row, (text, _) = self.rows[index]
         prompt = row.prompt if row.prompt is not None else text
         return {"prompt": prompt, "completion": completion, "reward": None if score is None else score.rewards[0]}
@@ -202,18 +202,13 @@ class Evaluator:
         token_ids = [generated(completion).tolist() for completion in completions]
         texts, step = [self.decoder.decode(ids) for ids in token_ids], version * self.config.schedule.steps_per_version
         messages = row.messages if self.config.environment.source is None else self.renderer.messages(row)
-        self.pool.submit(
-            index,
-            payload(
-                texts, prompt=text, messages=messages, columns=row.columns, completion_ids=token_ids, step=step,
-                episodes=episodes_of(completions),
-            ),
-        )  # fmt: skip
+        arguments: dict[str, Any] = {"messages": messages, "columns": row.columns, "completion_ids": token_ids, "step": step}
+        self.pool.submit(index, payload(texts, prompt=text, episodes=episodes_of(completions), **arguments))
 
     def measures(self, greedy: Mapping[int, Score], sampled: Mapping[int, Score]) -> dict[str, float]:
-        """Accuracies, pass@k and mean rewards over all held-out prompts; of several sources also of each, as `SOURCE/NAME`.
+        """The `summary` over all held-out prompts; if they have several sources also that of each, as `SOURCE/NAME`.
 
-        A prompt that is not in `greedy` or `sampled` has no reward there, because a function broke.
+        `greedy` and `sampled` map a prompt's index to its score; a prompt that is missing has no reward, because a function failed.
         """
         config = self.config
         names = [source_name(name) for name in config.eval_reward.functions]
@@ -238,7 +233,7 @@ class Evaluator:
         self.pool.close()
 
     def _generate(self, requests: Sequence[GroupRequest]) -> Iterator[tuple[int, list[Completion]]]:
-        """Index and completions of each prompt as it finishes, as many at a time as the engine samples; ends early on a stop request."""
+        """Yield (index, completions in order) of each prompt once all its completions have ended; ends early on a stop request."""
         left, held = deque(requests), dict[int, list[Completion]]()
         while (left or not self.engine.idle) and not self.stopped():
             while left and self.engine.has_room:

@@ -58,6 +58,7 @@ class LedgerHistory:
 
     @property
     def ended(self) -> Status:
+        """The status with which the ledger closes the run: "failed" or "finished"."""
         closed = self.ledger_state.closed
         status = json.loads((closed.details if closed else None) or "{}").get("status")
         return "failed" if status == "failed" else "finished"
@@ -111,7 +112,10 @@ def read_planned(log: Log, run: str, plan: Sequence[Planned]) -> list[Group]:
 
 
 def with_later_parts(log: Log, run: str, first: Record) -> list[Record]:
-    """The records of all parts of a group, which one transaction wrote next to each other. Raises `Unusable`, `LogError`."""
+    """Return the records of all parts of a group, given the first: one transaction wrote them next to each other.
+
+    Raises `Unusable` for invalid headers, `LogError` if a part cannot be read.
+    """
     parts = groups.check(first, run=run).parts or 1
     later = range(first.offset + 1, first.offset + parts)
     return [first, *(log.read(first.topic, first.partition, later, timeout_s=READ_LIMIT_S) if later else ())]

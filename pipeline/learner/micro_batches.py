@@ -189,6 +189,7 @@ def distinct_tokens(batch: Sequence[TokenSequence], size: int, sequence: TokenSe
 
 
 def _common(first: npt.NDArray[np.int32], second: npt.NDArray[np.int32]) -> int:
+    """Length of the common prefix of two sequences of token ids."""
     length = min(len(first), len(second))
     differ = first[:length] != second[:length]
     return int(differ.argmax()) if differ.any() else length
@@ -239,6 +240,7 @@ class MicroBatcher:
         return last if self.ends is not None or self.ranks == 1 else self._even([row for batch in last for row in batch])
 
     def _ends_before(self, sequence: TokenSequence, size: int) -> bool:
+        """True if the open micro-batch must end before this sequence, with which it would have `size` tokens."""
         if self.ends is not None:
             return self._added in self.ends
         if self.most_groups is not None and len({row.group for row in (*self._open, sequence)}) > self.most_groups:
@@ -314,6 +316,7 @@ def _support(sequences: Sequence[TokenSequence], width: int) -> npt.NDArray[np.i
 
 
 def _sample_tokens(sequences: Sequence[TokenSequence]) -> npt.NDArray[np.int64] | None:
+    """[B] trained tokens of the sample that each row is part of; None if every row is a full sample."""
     if all(sequence.sample_tokens is None for sequence in sequences):
         return None
     return np.array([sequence.sample_tokens or int(sequence.loss_mask.sum()) for sequence in sequences], np.int64)
@@ -334,7 +337,7 @@ def denominator(masks: Iterable[np.ndarray[Any, Any]], plan: Iterable[Group], *,
 
 
 def token_share(tokens: int, *, aggregate: str, max_tokens: int) -> float:
-    """Weight of each of a sequence's `tokens` trained tokens in the step's sum, before its division: 1, 1/tokens or 1/max_tokens."""
+    """Weight of one trained token of a sequence with `tokens` of them in the step's loss sum: 1, 1/tokens or 1/max_tokens."""
     if aggregate == "token_mean":
         return 1.0
     return 1.0 / (max_tokens if aggregate == "constant" else max(tokens, 1))
@@ -382,7 +385,7 @@ class Ranks:
         return (number + 1) % self.processes.size
 
     def delegates(self, number: int, sequences: Sequence[TokenSequence]) -> bool:
-        """Send micro-batch `number` to its rank; False if that is rank 0, which trains it itself."""
+        """Send micro-batch `number` of a step to the rank that trains it; False if that is this process, rank 0."""
         rank, rows = self.rank_of(number), []
         for sequence in sequences:
             rows.append([sequence.group, self._assigned[sequence.group]])

@@ -44,6 +44,7 @@ class Weights:
 
     @property
     def tensors(self) -> Sequence[TensorBytes]:
+        """The tensors; the first use copies them, which must be before the model takes another step."""
         tensors = self._tensors
         if tensors is None:
             assert not self._invalid, "the model has taken another step: these weights were not copied in time"
@@ -69,6 +70,7 @@ class Weights:
         self._invalid = self.adapted is None
 
     def forget(self) -> None:
+        """Drop the copied tensors, which can be merged again from base and adapters."""
         assert self.adapted is not None, "weights without adapters cannot be copied again"
         self._tensors = None
 
@@ -141,13 +143,14 @@ class PolicyTrainer:
         self.backend.wake()
 
     def release_weights(self) -> None:
-        """Release the copy of the weights, which is as large as the model."""
+        """Forget the copy of the weights, which is as large as the model; a publication that still uses it keeps it."""
         if self._weights is not None:
             self._weights.invalidate()
         self._weights = None
 
     @property
     def version(self) -> int:
+        """Policy version of the current weights; between two versions that of the older one."""
         count = rules.versions_of if self.steps_done == self.steps else rules.version_after
         return count(self.steps_done, steps_per_version=self.config.schedule.steps_per_version)
 
@@ -228,7 +231,7 @@ def arithmetic_of(backend: Backend, config: Config) -> dict[str, str | int]:
 
 
 def changed_arithmetic(entries: Sequence[Entry], now: Mapping[str, str | int]) -> dict[str, tuple[Any, Any]]:
-    """Differences from the newest fingerprint in the ledger: name -> (recorded, now)."""
+    """Compare the fingerprint `now` with the newest one in the ledger; return name -> (recorded, now) of what differs."""
     details = [json.loads(entry.details or "{}") for entry in entries if entry.kind in ("run-opened", "rebased")]
     recorded: Mapping[str, Any] = details[-1].get("fingerprint", {}) if details else {}
     if recorded and "forward" in now:
@@ -237,7 +240,7 @@ def changed_arithmetic(entries: Sequence[Entry], now: Mapping[str, str | int]) -
 
 
 def rebases(config: Config, changed: Mapping[str, Any], now: Mapping[str, str | int]) -> bool:
-    """True if a trainer continues after a repeated step differs: as configured, by default on GPUs and under changed arithmetic."""
+    """True if a trainer continues although a repeated step differs: by `trainer.on_mismatch`, by default on GPUs or changed arithmetic."""
     action = config.trainer.on_mismatch
     return action == "rebase" if action is not None else bool(changed) or now.get("device", "cpu") != "cpu"
 

@@ -71,12 +71,13 @@ class Objective:
     def of(cls, config: Config, *, total_steps: int = 1) -> "Objective":
         """The objective of a configuration, whose coefficients reach their final values at `total_steps`; loads the user's functions."""
         algorithm = config.algorithm
+        in_loss, advantage = algorithm.kl_in == "loss", micro_batches.advantage_function(config.advantage, trust_code=True)
         settings: dict[str, Any] = {
             "clip_low": config.clip_low,
             "clip_high": config.clip_high,
             "aggregate": config.aggregate,
             "max_tokens": config.max_completion_tokens,
-            "kl_coef": algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
+            "kl_coef": algorithm.kl_coef if in_loss else 0.0,
         }
         if config.clip_dual is not None:
             settings["clip_dual"] = config.clip_dual
@@ -91,7 +92,7 @@ class Objective:
             settings |= {"correction_low": algorithm.correction_low, "correction_high": algorithm.correction_high}
         if algorithm.loss in LOSSES:
             settings["surrogate"] = LOSSES[algorithm.loss].surrogate
-        in_loss, finals = algorithm.kl_in == "loss", {"entropy_coef": (algorithm.entropy_coef, algorithm.final_entropy_coef)}
+        finals = {"entropy_coef": (algorithm.entropy_coef, algorithm.final_entropy_coef)}
         finals["kl_coef" if in_loss else "kl_reward"] = algorithm.kl_coef, algorithm.final_kl_coef
         function = losses.batch_loss if algorithm.loss in LOSSES else load(algorithm.loss)
 
@@ -100,13 +101,11 @@ class Objective:
 
         return cls(
             batch_loss=batch_loss,
-            advantages=micro_batches.combined_advantages(
-                micro_batches.advantage_function(config.advantage, trust_code=True), combine=algorithm.combine
-            ),
+            advantages=micro_batches.combined_advantages(advantage, combine=algorithm.combine),
             proximal=config.proximal,
             truncated=algorithm.truncated,
             kl_coef=settings["kl_coef"],
-            kl_reward=algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0,
+            kl_reward=0.0 if in_loss else algorithm.kl_coef,
             token_budget=config.trainer.micro_batch_tokens,
             counts_computed=config.trainer.micro_batch_by == "computed",
             processes=config.trainer.processes,
@@ -208,31 +207,31 @@ class Step:
         trained = group
         if self.objective.kl_reward:
             coef = self.objective.coefficients(self.backend.steps).get("kl_reward", self.objective.kl_reward)
-            trained, sums = lowered_rewards(
-                group, coef=coef, reference=self.backend.reference_logprobs, token_budget=self.objective.token_budget
-            )
+            reference, budget = self.backend.reference_logprobs, self.objective.token_budget
+            trained, sums = lowered_rewards(group, coef=coef, reference=reference, token_budget=budget)
             self._stats.append(sums)
         for sequence in self.objective.sequences(trained):
             for full in self._batcher.add(sequence):
                 self._close(full)
 
     def finish(self, *, learner_version: int) -> StepOutcome:
-        """Run the last micro-batch backward, divide once, and update the weights."""
+        """Run the last micro-batches backward, divide the gradients by the step's denominator, and update the weights.
+
+        Returns the step's numbers and metrics; lags are counted from `learner_version`.
+        """
         self._complete, coefficients = True, self.objective.coefficients(self.backend.steps)
         for rest in self._batcher.close() if self._batcher is not None else ():
             self._close(rest)
         if not self._batches:
             self.before_update()
             self.backend.steps += 1  # the learning-rate schedule counts it
-            return StepOutcome(
-                loss=0.0, grad_norm=0.0, boundaries=(), metrics={"loss": 0.0, "grad_norm": 0.0, **self._measures(learner_version)}
-            )
+            metrics = {"loss": 0.0, "grad_norm": 0.0, **self._measures(learner_version)}
+            return StepOutcome(loss=0.0, grad_norm=0.0, boundaries=(), metrics=metrics)
         if self.ranks is not None:
             self._stats = self.ranks.finish(self.backend, self._stats, batches=len(self._closed))
         tokens, masks = sum(batch.tokens for batch in self._batches), [batch.completion_mask for batch in self._batches]
-        denominator = denominator_of(
-            masks, self._groups, aggregate=self.objective.aggregate, counts_untrained=self.objective.counts_untrained
-        )
+        aggregate, counts_untrained = self.objective.aggregate, self.objective.counts_untrained
+        denominator = denominator_of(masks, self._groups, aggregate=aggregate, counts_untrained=counts_untrained)
         if not self.backend.divides_late:
             for batch in self._batches:
                 self._backward(batch, denominator=denominator)
@@ -270,6 +269,7 @@ class Step:
             self._backward(batch, denominator=None)
 
     def _backward(self, batch: TokenBatch, *, denominator: float | None) -> None:
+        """Run a micro-batch backward here, and record its statistics and time; `denominator` is None if the backend divides late."""
         self.on_batch(len(self._stats) + 1, len(self._closed) if self._complete else None)
         started = time.monotonic()
         if self.first_backward_at is None:
@@ -278,6 +278,7 @@ class Step:
         self.compute_s += time.monotonic() - started
 
     def _measures(self, learner_version: int) -> dict[str, float]:
+        """Metrics of the step apart from the loss: groups, staleness, token counts and times."""
         rollouts = [sample.rollout for group in self._groups for sample in group.samples]
         real_tokens = float(sum(batch.attention_mask.sum() for batch in self._batches))
         return {

@@ -118,11 +118,10 @@ def too_far_off(ess: float | None, *, floor: float | None) -> bool:
 
 
 def admission_limit(schedule: Schedule, *, newest_version: int, dropped: int, steps: int, ahead: bool = True) -> int:
-    """Number of groups that may be admitted in all, which limits how far generation runs ahead of training.
+    """Number of groups that may be admitted by now in all, which limits how far generation runs ahead of training.
 
-    `admitted - dropped <= U·S·(newest_version + 1 + max_lag) + s`, and at most s more than the run's steps need. `dropped` counts
-    distinct groups.
-    Without `ahead` the limit is that of the newest version's round, as if `max_lag` were 0.
+    `admitted - dropped <= U·S·(newest_version + 1 + max_lag) + s`, and at most s more than the run's `steps` need. `dropped` is the number
+    of distinct dropped groups. Without `ahead` the limit is that of the newest version's round, as if `max_lag` were 0.
 
     Example:
         admission_limit(preset("pipelined", prompts_per_step=4, samples_per_prompt=8, steps_per_version=1),
@@ -133,7 +132,7 @@ def admission_limit(schedule: Schedule, *, newest_version: int, dropped: int, st
 
 
 def admitted_groups(numbers: Container[int], *, since: int = 0) -> range:
-    """The admitted groups from `since` on, by the numbers in `prompts`: the feeder leaves no gap, so numbers after a gap are ignored."""
+    """Return the range of admitted groups from `since` on, given the group numbers in `prompts`; those after a gap are foreign records."""
     count = since
     while count in numbers:
         count += 1
@@ -203,9 +202,9 @@ def will_be_stale(*, newest_version: int, policy_version_min: int, max_lag: int)
 
 
 def next_in_line(groups: Sequence[tuple[int, int]], *, loaded_version: int, newest_version: int) -> int | None:
-    """Index of the (group number, min version) pair to start next; None if all must wait for weights.
+    """Index of the (group number, oldest allowed version) pair to start next: the lowest number that an available version allows.
 
-    It is the lowest group number that an available version allows.
+    None if all must wait for newer weights.
     """
     available = max(loaded_version, newest_version)
     ready = [(number, index) for index, (number, oldest) in enumerate(groups) if may_start(min_version=oldest, loaded_version=available)]
@@ -299,6 +298,7 @@ class WorkingClock:
     _last: float = field(default_factory=time.monotonic)
 
     def tick(self, *, working: bool = True) -> float:
+        """Advance the clock, unless `working` is False, as in an outage; return its time `now_s`. Called once in each iteration."""
         now = time.monotonic()
         if working:
             self.now_s += min(now - self._last, self.longest_turn_s)
@@ -312,7 +312,7 @@ _FULL = bytearray(b"\xff" * (PAGE_BITS // 8))
 
 @dataclass(slots=True)
 class IdSet:
-    """A growing set of integers."""
+    """A growing set of integers, which uses one bit for each, and none for a full page of numbers after the first pages."""
 
     _full: int = 0
     """Number of full pages from 0 on."""
@@ -342,6 +342,7 @@ class IdSet:
         return self._count
 
     def as_json(self) -> dict[str, object]:
+        """The set as plain data, for `from_json`."""
         return {"full": self._full, "count": self._count, "pages": {str(page): bits.hex() for page, bits in self._pages.items()}}
 
     @classmethod
@@ -356,6 +357,7 @@ class IdSet:
         return ids
 
     def _free_full_pages(self) -> None:
+        """Replace full pages that follow the first ones by their number."""
         while self._pages.get(self._full) == _FULL:
             del self._pages[self._full]
             self._full += 1

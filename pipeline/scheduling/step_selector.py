@@ -52,6 +52,7 @@ class Selector:
     _arrived: deque[int] = field(default_factory=deque)
 
     def add(self, candidate: Candidate) -> bool:
+        """Record a group's outcome: a scored group becomes selectable, any other counts as dropped. False if the group was added before."""
         if self.knows(candidate.group):
             return False
         self.outcomes[candidate.group] = candidate.outcome
@@ -73,7 +74,7 @@ class Selector:
         return group < self.below or group in self.settled
 
     def resume(self, *, below: int, settled: Iterable[int], drops: int) -> None:
-        """Continue from another selector's state: every group below `below` has ended, and `settled` groups from there on."""
+        """Continue from another selector's state: every group below number `below` has ended, and from there on those in `settled`."""
         self.below = self.next_number = below
         self.settled.update(settled)
         self.drops = drops
@@ -113,6 +114,7 @@ class Selector:
         return None
 
     def queued(self) -> list[int]:
+        """Oldest policy version of each group that could be selected."""
         return [candidate.policy_version_min for candidate in self._waiting.values()]
 
     def ready(self, count: int) -> bool:
@@ -130,6 +132,7 @@ class Selector:
         return True
 
     def _peek(self) -> Candidate | None:
+        """The next group in the schedule's order, fresh or not; None until its outcome has arrived."""
         if self.schedule.order == "arrival":
             while self._arrived and self._arrived[0] not in self._waiting:
                 self._arrived.popleft()
