@@ -14,7 +14,6 @@ CHANGEABLE = (
     "trainer.on_mismatch", "trainer.processes", "trainer.threads", "kafka.archive", "kafka.give_up_s", "kafka.keep_steps",
     "kafka.session_s",
 )  # fmt: skip
-"""Keys that a resumed run may change."""
 MOVED = ("model.path", "trainer.checkpoint_dir")
 """Keys of folders that may be at another path where a run is resumed; workers compare tokenizer and weights with those of the log."""
 OF_THE_FORK = ("model.path", "data.first_group", "trainer.initial_state", "trainer.initial_steps")

@@ -57,7 +57,7 @@ class BrokerKeeper:
         return self._down is None
 
     def check(self, *, now_s: float) -> str | None:
-        """Restart the broker if it has crashed; returns why not, once the restart limit is reached."""
+        """Start to restart the broker if it has crashed; return why it is not restarted once the restart limit is reached, else None."""
         if not self.ours or (self._starting is not None and self._starting.is_alive()):
             return None
         status = embedded.status()
@@ -79,13 +79,14 @@ class BrokerKeeper:
         return None
 
     def _runs(self, *, now_s: float) -> None:
+        """Record that the broker runs, which another process may have started."""
         if self._down is not None:  # another process has started it
             self.notify(f"the broker at {self.bootstrap} is running again")
             self._down, self._stopped, self._up_s = None, False, now_s
         self._unreachable_s = None
 
     def _is_gone(self, why: str | None, *, now_s: float) -> None:
-        """Log that the broker has stopped or crashed; start it in a thread if it has crashed."""
+        """Record and log that the broker does not run: it was stopped if `why` is None, else it has crashed."""
         if why is None:
             if not self._stopped:
                 self.notify(f"the broker at {self.bootstrap} was stopped; the run waits for its restart (`penstock broker start`)")
@@ -110,6 +111,7 @@ class BrokerKeeper:
         self.notify(f"the broker at {self.bootstrap} was restarted")
 
     def _start(self) -> None:
+        """Start the broker; store the reason in `_refusal` if that fails, or if it has another address. The body of a thread."""
         try:
             status = embedded.start()
             self._refusal = None if status.bootstrap == self.bootstrap else f"its address is {status.bootstrap} now, not {self.bootstrap}"
@@ -164,7 +166,10 @@ def serve(
 def _await_stop(
     home: Path, stop: threading.Event, *, ports: Collection[int], drain_s: float, stop_file: Path | None, notify: Notify
 ) -> None:
-    """Return when the broker must be stopped. Raises `BrokerError` if it has exited."""
+    """Return once `stop_file` exists, or after a stop request no client is connected or `drain_s` have passed.
+
+    Raises `BrokerError` if the broker has exited.
+    """
     limit_s: float | None = None
     while stop_file is None or not stop_file.exists():
         status = embedded.status(home)

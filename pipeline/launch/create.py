@@ -21,12 +21,11 @@ from penstock.pipeline.config.fields import pinned
 from penstock.pipeline.config.load import Config, ConfigError, to_json, with_values
 from penstock.pipeline.config.plugins import PluginError, one_line
 from penstock.pipeline.data.read_files import Row
-from penstock.pipeline.data.run_data import described, open_data, open_eval_data
+from penstock.pipeline.data.run_data import open_data, open_eval_data
 from penstock.pipeline.data.tokenization import digests
-from penstock.pipeline.launch.check.changes import code_digests
+from penstock.pipeline.launch.check.changes import digests_of
 from penstock.pipeline.launch.check.rows import RowReader, endless_warning
 from penstock.pipeline.learner.micro_batches import TokenSequence, advantage_function, pack
-from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.runtime.registration.run_registry import find, make_key, write
 from penstock.pipeline.scheduling.rules import versions_of
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TopicSpec, check_run_id, topics_of
@@ -87,9 +86,9 @@ def new_id(config: Config) -> str:
 
 
 def check_inputs(config: Config, *, notify: Callable[[str], None] = print) -> tuple[dict[str, Any], list[Row]]:
-    """The part of the run's info that data and model determine (rows, steps, digests), and rows on which to try the reward functions.
+    """Check data, model and user functions; return the run's info (rows, steps, digests), and rows to try the reward functions on.
 
-    Raises what `create` raises.
+    Raises what `create` raises; `notify` gets warnings.
     """
     data, model = config.data, config.model_directory
     try:
@@ -131,17 +130,12 @@ def check_inputs(config: Config, *, notify: Callable[[str], None] = print) -> tu
     install = {"install_s": float(os.environ["PENSTOCK_INSTALL_S"])} if os.environ.get("PENSTOCK_INSTALL_S") else {}
     info = {
         **install,
+        **digests_of(config, dataset.sources, held_out_sets),
         "rows": rows,
         "steps": steps,
         "prompts": config.prompts(rows),
         "versions": versions_of(steps, steps_per_version=config.schedule.steps_per_version),
         "digests": model_digests,
-        "data": [
-            *described(config.data_sources, dataset.sources, context="training"),
-            *described(config.eval_sources, held_out_sets, context="evaluation"),
-        ],
-        "reward_sources": rewards.digests(config.reward.functions),
-        "code": code_digests(config),
         "git": git_revision(),
     }
     return info, reader.kinds
@@ -228,14 +222,14 @@ def check_user_functions(config: Config) -> None:
             mistake = attempt(config)
         except PluginError as error:
             raise ConfigError(f"{key}: {error}") from error
-        # A user's function may raise anything.
-        except Exception as error:
+        except Exception as error:  # a user's function may raise anything
             raise ConfigError(f"{key}: {name} raises an error on synthetic samples: {one_line(error)}") from error
         if mistake:
             raise ConfigError(f"{key}: {name} {' '.join(mistake.split())}")
 
 
 def _try_advantage(config: Config) -> str | None:
+    """The mistake of the advantage function on the rewards of one group; None if it has none."""
     count = config.schedule.samples_per_prompt
     advantages = np.asarray(advantage_function(config.advantage, trust_code=True)(np.linspace(0.0, 1.0, count)), np.float64)
     if advantages.shape != (count,) or not np.isfinite(advantages).all():
@@ -274,6 +268,7 @@ def _try_loss(config: Config) -> str | None:
 
 
 def _sequence(number: int, tokens: int) -> TokenSequence:
+    """A synthetic sequence with this number of trained tokens, for the trial of a loss."""
     return TokenSequence(
         group=0, sample=number, prompt_ids=np.array([1, 2], np.int32), completion_ids=np.arange(3, 3 + tokens, dtype=np.int32),
         behaviour_logprobs=np.linspace(-1.0, -2.0, tokens, dtype=np.float32), loss_mask=np.ones(tokens, np.bool_),

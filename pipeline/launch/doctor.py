@@ -8,7 +8,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import closing, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -91,11 +91,7 @@ def needs() -> list[Package]:
         Package(module=MODULES.get(name, name.replace("-", "_")), name=name, purpose=purpose, extra=requirements().get(name, ("", ""))[1])
         for name, purpose in PURPOSES.items()
     ]
-    backends, engines = (
-        (package for kind in BACKENDS.values() for package in kind.packages),
-        (package for kind in ENGINES.values() for package in kind.packages),
-    )
-    listed = [*own, *backends, *engines]
+    listed = [*own, *(package for kind in (*BACKENDS.values(), *ENGINES.values()) for package in kind.packages)]
     builds = {need.name: need for need in listed if need.on_gpus is not None}
     installed = {name for name, need in builds.items() if importlib.util.find_spec(need.module) and _installed(name)}
     builds_here = installed or {name for name, need in builds.items() if need.on_gpus == bool(visible_gpus())}
@@ -149,6 +145,7 @@ def _python() -> Finding:
 
 
 def _package(need: Package, *, imports: bool) -> Finding:
+    """Check that a package is installed in the required version, that its files exist and, with `imports`, that it can be imported."""
     install = f"pip install '.[{need.extra}]' in the checkout"
     if need.make or not need.extra:
         install = f"make {need.make or 'install'} in Penstock's folder"
@@ -197,7 +194,7 @@ def _compiler() -> Finding:
 
 
 def _engine(config: Config | None) -> Iterator[Finding]:
-    """A failure if the configuration's engine, or without one the installed build of vLLM, cannot be used on this machine."""
+    """Yield a failure if the engine of the configuration, or without a configuration vLLM if installed, cannot run on this machine."""
     try:
         if config is not None and config.model_directory.is_dir():
             check_engine(config)
@@ -208,6 +205,7 @@ def _engine(config: Config | None) -> Iterator[Finding]:
 
 
 def _gpu(driver_file: Path = DRIVER_FILE) -> Finding:
+    """Check that the installed torch can use the GPUs of this machine, if there are any."""
     gpus = visible_gpus()
     if not gpus:  # importing torch takes seconds
         return Finding("gpu", "ok", "no NVIDIA GPU: models run on the CPU")
@@ -236,15 +234,17 @@ def _placement(config: Config) -> Finding:
 
 
 def _workers_memory(config: Config) -> Finding:
+    """Check that the workers of a configuration fit into the memory of the GPUs."""
     try:
         return Finding("memory of workers", "ok", memory_line(config))
     except ConfigError as error:
         return Finding("memory of workers", "fail", str(error), "see `penstock check`")
     except (PenstockError, OSError, ValueError) as error:
-        return Finding("memory of workers", "warn", f"not estimated: {error}", "see to model.path")
+        return Finding("memory of workers", "warn", f"not estimated: {error}", "correct model.path")
 
 
 def _state() -> Finding:
+    """Check that the state directory can be written to and has room for a run."""
     try:
         directory = state_directory()
     except PenstockError as error:
@@ -269,6 +269,7 @@ def _cores() -> Finding:
 
 
 def _java() -> Finding:
+    """Check for a Java that can run the embedded broker."""
     try:
         java = find_java()
     except PenstockError as error:
@@ -277,14 +278,10 @@ def _java() -> Finding:
 
 
 def _jars() -> Finding:
+    """Check that all jars of the embedded broker are downloaded."""
     pins, cache = read_pins(), maven_cache()
-    there = sum((cache / path).exists() for path in pins)
-    return _finding(
-        "kafka jars",
-        there == len(pins),
-        f"{there} of {len(pins)} in {cache}",
-        "the first start of the broker downloads them: penstock broker start",
-    )
+    there, fix = sum((cache / path).exists() for path in pins), "the first start of the broker downloads them: penstock broker start"
+    return _finding("kafka jars", there == len(pins), f"{there} of {len(pins)} in {cache}", fix)
 
 
 def open_files() -> int:
@@ -317,6 +314,7 @@ def _limits() -> Iterator[Finding]:
 
 
 def _embedded() -> Finding:
+    """Check that this machine's own broker responds, if it runs."""
     try:
         status = embedded.status()
     except PenstockError as error:
@@ -331,12 +329,10 @@ def _broker(bootstrap: str) -> Finding:
 
 
 def _durability(bootstrap: str) -> Iterator[Finding]:
+    """A warning for each setting of the broker with which acknowledged records can be lost."""
     try:
-        log = connect(bootstrap, {}, notify=lambda _: None)
-        try:
+        with closing(connect(bootstrap, {}, notify=lambda _: None)) as log:
             weaknesses = log.weaknesses()
-        finally:
-            log.close()
     except PenstockError as error:
         yield Finding("durability", "warn", str(error), "credentials come from PENSTOCK_SECURITY")
         return

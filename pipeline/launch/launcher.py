@@ -211,6 +211,7 @@ class Watching:
             self.view.close(status=status)
 
     def _labels(self) -> Mapping[str, Mapping[str, str]]:
+        """Worker -> labels of its newest status."""
         self.view.poll(0.0)
         return {name: worker.labels for name, worker in self.view.view.workers.items()}
 
@@ -235,7 +236,7 @@ def show_report(log: Log, run: str, *, json_out: bool, notify: Notify) -> None:
 
 
 def _note(log: Log, record: RunRecord, *, notify: Notify) -> None:
-    """Set the registered status to stopped, unless the trainer has already set another one."""
+    """Set the run's registered status to "stopped" if it is "created" or "running"; `notify` gets one line if that fails."""
     try:
         now = find(log, record.run)
         if now is not None and now.status in ("created", "running"):
@@ -245,7 +246,10 @@ def _note(log: Log, record: RunRecord, *, notify: Notify) -> None:
 
 
 def _ended(log: Log, record: RunRecord, view: "LiveView") -> int:
-    """Exit status of a run whose workers have exited; sets the registered status if a crashed trainer did not."""
+    """Return exit status 0 if a run whose workers have exited is finished; sets the registered status if a crashed trainer did not.
+
+    Raises `PenstockError` if the run has failed, or is unfinished.
+    """
     now, closed = find(log, record.run), view.view.closed
     status: Status = record.status if now is None else now.status
     if closed is not None and status not in ("finished", "failed"):

@@ -29,10 +29,10 @@ class Placement:
         return {} if self.gpus is None else {VISIBLE: ",".join(self.gpus.get(worker, ()))}
 
     def __str__(self) -> str:
+        if self.gpus is None and self.time_shared:
+            return "trainer and rollout worker time-share the CPU"
         if self.gpus is None:
-            return (
-                "trainer and rollout worker time-share the CPU" if self.time_shared else "GPUs are not assigned: every worker sees all GPUs"
-            )
+            return "GPUs are not assigned: every worker sees all GPUs"
         if self.time_shared:
             return f"{', '.join(self.gpus)}: GPU {next(iter(self.gpus.values()))[0]}, time-shared; the other workers: none"
         placed = [f"{worker}: GPU {', '.join(numbers)}" for worker, numbers in self.gpus.items() if numbers]

@@ -59,7 +59,10 @@ def forget(directory: Path) -> None:
 
 
 def end_leftovers(directory: Path, run: str, *, notify: Callable[[str], None], limit_s: float = STOP_LIMIT_S) -> dict[str, list[str]]:
-    """End the workers that a killed launcher of this run left running; the caller must hold the lock. Returns worker -> tokens."""
+    """End the workers that a killed launcher of this run left running; the caller must hold the run's lock.
+
+    Returns worker -> tokens of its processes so far, all of which have ended: their leases are free.
+    """
     noted, tokens = _noted(directory)
     left = {name: process for name, pid in noted.items() if (process := _worker(pid, run)) is not None}
     if not left:
@@ -85,6 +88,7 @@ def _still(processes: Iterable[psutil.Process], *, limit_s: float) -> list[psuti
 
 
 def _lives(process: psutil.Process) -> bool:
+    """True if a process has not ended; a zombie has."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

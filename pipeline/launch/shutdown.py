@@ -72,6 +72,7 @@ class _Lasting:
         self._stream = stream
 
     def write(self, text: str) -> int:
+        """Write a text, or discard it if the terminal or pipe is closed; return its length."""
         try:
             return self._stream.write(text)
         except OSError:

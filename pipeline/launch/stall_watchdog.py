@@ -93,18 +93,15 @@ def describe(stuck: Stuck, *, still_s: float) -> str:
 
 
 def _samples(log: Log, run: str, group: int, partition: int) -> Generated:
-    """Samples of a group without an outcome, from the scorer's committed offset on."""
+    """The number of a group's samples in the log, and the time of the newest, read from the scorer's committed offset on."""
     partition_read = (f"{run}.rollouts", partition)
-    tail = log.tail({partition_read: "earliest"}, group=f"{run}.scorer")
-    try:
+    with contextlib.closing(log.tail({partition_read: "earliest"}, group=f"{run}.scorer")) as tail:
         committed = tail.committed(READ_LIMIT_S)[partition_read].offset
         if committed is not None:
             tail.seek(partition_read, committed)
         key = str(group).encode()
         ends = log.end_offsets([partition_read])
         records = [record for record in drain(tail, ends, silence_s=READ_LIMIT_S) if record.key == key]
-    finally:
-        tail.close()
     numbers = set[int]()
     for record in records:
         with contextlib.suppress(Unusable):

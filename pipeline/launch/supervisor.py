@@ -89,13 +89,9 @@ class Worker:
             self._started = log.tell()
             # A session of its own: Ctrl-C reaches the launcher only, and a kill reaches everything the worker has started.
             self.process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
+                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 env={**self.environment, leases.TOKEN: self.tokens[-1], leases.ENDED: ended},
-                start_new_session=True,
-            )
+            )  # fmt: skip
         self.started_s, self._ready_s, self.exited, self._moved = time.time(), None, False, moved
 
     def on_report(self, view: WorkerView | None, *, now_s: float) -> None:
@@ -142,7 +138,7 @@ class Worker:
         return "\n".join(f"  | {line}" for line in self._lines()[-LAST_WORDS:])
 
     def cause(self) -> str:
-        """The line of the log with the cause of the failure, or the last line."""
+        """The line of the newest process's log with the cause of its failure, or its last line."""
         lines, prefix = self._lines(), f"penstock: {self.role}: "
         causes = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
         return (causes or lines or [""])[-1]
@@ -295,7 +291,7 @@ class Supervisor:
         return Rules(restart=self.config.run.restart, max_restarts=self.config.run.max_restarts)
 
     def _on_exit(self, worker: Worker, status: int, *, now_s: float, moved: int, reachable: bool) -> Failure | None:
-        """Record an exit and decide about a restart; a `Failure` if a required worker is not restarted."""
+        """Record the exit of a worker with an error, and restart it now or later; a `Failure` if it is not restarted."""
         if not worker.exited:
             worker.on_exit(status, now_s=now_s, moved=moved, excused=not reachable)
         decision = restart_policy.decide(worker.exits, now_s=now_s, rules=self._rules, reachable=reachable)
@@ -322,17 +318,16 @@ class Supervisor:
         return Failure(f"{worker.name} exited although the run is not finished; its log is {worker.log_file}", worker.last_words())
 
     def _start(self, worker: Worker, *, moved: int) -> None:
+        """Start a worker's process on its cores, and list it in `workers.json`; `moved` counts the run's progress so far."""
         pinning = pinning_of(self.config)
         with on_cores(pinning.get(worker.name, pinning.get("", ()))):
             worker.start(moved=moved)
-        self._write_pids()
-
-    def _write_pids(self) -> None:
         rows = [worker for worker in self.workers if worker.process is not None]
         columns = {"workers": "pid", "started": "started_s", "starts": "starts", "tokens": "tokens"}
         run_lock.note(self.directory, {key: {worker.name: getattr(worker, name) for worker in rows} for key, name in columns.items()})
 
     def _worker(self, role: str, slot: int) -> Worker:
+        """A worker of this role with its command line, environment and log file; its process is not started."""
         config = self.config
         name = ROLES[role].worker(slot)
         environment = {
@@ -349,18 +344,7 @@ class Supervisor:
         if port := config.run.health_port:
             environment[HEALTH] = str(port + len(self.workers))
         environment[VARIABLE] = json.dumps(dict(self.connection.security))
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "penstock.workers",
-            role,
-            "--run",
-            self.run,
-            "--bootstrap",
-            self.connection.bootstrap,
-            "--slot",
-            str(slot),
-        ]
+        command = [sys.executable, "-P", "-m", "penstock.workers", role, "--run", self.run, "--bootstrap", self.connection.bootstrap]
+        command += ["--slot", str(slot)]
         log_file = self.directory / "logs" / f"{name}.log"
         return Worker(role, name, command, environment, log_file, tokens=list(self.left.get(name, ())))

@@ -75,7 +75,7 @@ def limits_of(config: Config) -> Limits:
 
 
 def template_for(config: Config) -> Template:
-    """The chat template with which the turns of an episode are rendered. Raises `ConfigError`, `OSError`."""
+    """The chat template with which the turns of an episode are rendered."""
     data, path = config.data, config.model_directory
     stop_ids = digests(path, chat_template=data.chat_template)["stop_ids"]
     return template_of(path, chat_template=data.chat_template, stop_ids=stop_ids, arguments=data.template_arguments)

@@ -42,7 +42,7 @@ def with_changes(record: RunRecord, config: Config, *, notify: Callable[[str], N
     if config.data.on_change == "refuse":
         refuse_changed(info, config.data_sources, data, context="training", run=record.run)
         refuse_changed(info, config.eval_sources, held_out, context="evaluation", run=record.run)
-    now = _made_of(config, data, held_out)
+    now = digests_of(config, data, held_out)
     changes = _changes(info, now)
     if not changes:
         return record
@@ -67,7 +67,7 @@ def require_same(record: RunRecord, config: Config, *, notify: Callable[[str], N
         notify(f"run {record.run} keeps its {', '.join(left)}; to change a key: penstock run --resume {record.run} --set KEY=VALUE")
     other = [text for key, text in texts.items() if not _may_change(key)]
     if not other:  # otherwise the data sets are others, too
-        other = [change["what"] for change in _changes(info, _made_of(config, *_opened(config)))]
+        other = [change["what"] for change in _changes(info, digests_of(config, *_opened(config)))]
         if dict(digests(config.model_directory, chat_template=config.data.chat_template)) != info["digests"]:
             other.append("tokenizer, chat template or stop ids of model.path")
     if other:
@@ -79,6 +79,7 @@ def _may_change(key: str) -> bool:
 
 
 def _opened(config: Config) -> tuple[Mapping[str, Dataset], Mapping[str, Dataset]]:
+    """The data sets of training and of evaluation by source. Raises `ConfigError`, `PenstockError`."""
     try:
         return open_data(config).sources, open_eval_data(config)
     except ConfigError:
@@ -87,7 +88,8 @@ def _opened(config: Config) -> tuple[Mapping[str, Dataset], Mapping[str, Dataset
         raise PenstockError(str(error)) from error
 
 
-def _made_of(config: Config, data: Mapping[str, Dataset], held_out: Mapping[str, Dataset]) -> dict[str, Any]:
+def digests_of(config: Config, data: Mapping[str, Dataset], held_out: Mapping[str, Dataset]) -> dict[str, Any]:
+    """The part of a run's info with the digests of its rows, reward functions and other code."""
     return {
         "data": [
             *described(config.data_sources, data, context="training"),
@@ -99,6 +101,7 @@ def _made_of(config: Config, data: Mapping[str, Dataset], held_out: Mapping[str,
 
 
 def _changes(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The digests that differ between a run's info and `digests_of` now, as the info records them; names only one has are left out."""
     before, after = _named(recorded), _named(now)
     moment = time.time_ns()
     return [
@@ -109,6 +112,7 @@ def _changes(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[s
 
 
 def _named(info: Mapping[str, Any]) -> dict[str, str]:
+    """Name of each data source, reward function and other code in a run's info -> its digest."""
     rows: Sequence[Mapping[str, Any]] = info.get("data", ())
     return {
         **{f"{'data' if row['context'] == 'training' else 'eval'}.source {row['source']}": row["digest"] for row in rows},

@@ -54,11 +54,9 @@ def memory_line(config: Config) -> str:
     shared = f", {size(gpu)} of the time-shared GPU" if config.colocated else ""
     together = host if config.colocated else sum(each.host * counts.get(each.role, 1) for each in workers)
     there = f"each GPU has {size(min(memory))}" if memory else f"the GPU's memory is unknown: set {MEMORY} to its GiB"
-    rows = (
-        f"; each engine's cache holds {cached_rows(config, shape, min(memory))} of the longest samples"
-        if memory and _cached(config)
-        else ""
-    )
+    rows = ""
+    if memory and _cached(config):
+        rows = f"; each engine's cache holds {cached_rows(config, shape, min(memory))} of the longest samples"
     return (
         f"about {_each(workers, counts, 'gpu')} of GPU memory at the peak{shared}, {there}{rows}; {_each(workers, counts, 'host')} of host "
         f"memory, {size(together)} together, {size(free)} are free"
@@ -66,6 +64,7 @@ def memory_line(config: Config) -> str:
 
 
 def _each(workers: Sequence[Estimate], counts: Mapping[str, int], where: str) -> str:
+    """The size of each worker as text, by the property `where` of its estimate, and how many of it there are."""
     parts = (
         f"{each.role} {size(getattr(each, where))}" + (f" x {count}" if (count := counts.get(each.role, 1)) > 1 else "") for each in workers
     )
@@ -99,7 +98,10 @@ class Need:
 
 
 def exceeded(config: Config, shape: Shape, memory: Sequence[int], *, share: float = FULL, rows: int = 1) -> Need | None:
-    """The need that exceeds a GPU's memory most; None if all fit. vLLM's cache must hold `rows` samples of maximum length."""
+    """The need that exceeds its limit most; None if trainer and engines fit on GPUs of these sizes.
+
+    `share` is that of a GPU that a trainer may take; vLLM's cache must hold `rows` samples of maximum length.
+    """
     workers = {each.role: each for each in estimates(config, shape, gpu=True)}
     trainer, engine = dict(workers["trainer"].on_gpu), dict(workers["rollout"].on_gpu)
     first, taken = config.trainer.gpus, share

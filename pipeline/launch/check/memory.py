@@ -204,11 +204,8 @@ def adapter_bytes(config: Config, shape: Shape | None) -> int | None:
 def micro_batch(config: Config) -> int:
     """Computed tokens in the largest micro-batch, with prompts and completions of maximum length."""
     trainer, schedule = config.trainer, config.schedule
-    prompt, completion, all_samples = (
-        config.data.max_prompt_tokens,
-        config.max_completion_tokens,
-        schedule.samples_per_prompt * schedule.prompts_per_step,
-    )
+    prompt, completion = config.data.max_prompt_tokens, config.max_completion_tokens
+    all_samples = schedule.samples_per_prompt * schedule.prompts_per_step
     if trainer.micro_batch_by == "computed" and trainer.share_prompts != "off":
         return min(schedule.prompts_per_step * prompt + all_samples * completion, max(trainer.micro_batch_tokens, prompt + completion))
     samples = min(all_samples, max(1, trainer.micro_batch_tokens // (prompt + completion)))

@@ -8,8 +8,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -119,6 +118,10 @@ def check_devices(config: Config) -> None:
 
 
 def _samples(config: Config, info: Mapping[str, Any], note: Tell, notify: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Generate and score the samples of a step, pass the findings and the expected time of the run to `note`, and return the samples.
+
+    Raises `PenstockError` if they cannot be generated or scored.
+    """
     notify(f"loading the model into the {config.rollout.engine} engine, to generate the samples of a step, at most 64")
     environment = place(config, visible_gpus()).environment("rollout-0")
     trial_result = generate(config, {"OMP_NUM_THREADS": str(config.rollout.threads), **environment})
@@ -153,6 +156,7 @@ def _samples(config: Config, info: Mapping[str, Any], note: Tell, notify: Callab
 
 
 def _shown(sample: Mapping[str, Any]) -> str:
+    """A sample as text: reward and length, prompt, reference and completion, each on a line."""
     prompt, completion = (one_line(sample[name], SHOWN) for name in ("prompt", "completion"))
     reference = "" if sample["answer"] is None else f"\n  answer      {one_line(str(sample['answer']), SHOWN)}"
     cut_off = ", truncated at sampling.max_new_tokens" if sample["finish"] == "length" else ""
@@ -218,7 +222,7 @@ def equal_and_low(rewards: Sequence[float], scale: RewardScale) -> str | None:
 
 
 def rows_of(config: Config) -> list[Row]:
-    """The first rows of each source, as many as a step has prompts; two per source with an environment, whose episodes take long."""
+    """The rows to generate samples of: the first of each source, in all about a step's prompts; with an environment two per source."""
     data, groups = open_data(config), min(PROMPTS, config.schedule.prompts_per_step)
     each = PER_SOURCE if config.environment.source is not None else max(PER_SOURCE, groups // len(data.sources))
     return [data.row(number, index) for number, source in enumerate(data.sources.values()) for index in range(min(each, len(source)))]
@@ -324,6 +328,7 @@ def _training_s(config: Config, samples: Sequence[Mapping[str, Any]]) -> tuple[f
 
 
 def _generate(config: Config, engine: Any) -> dict[str, Any]:
+    """Generate the samples that `generate` returns with a loaded engine, which is closed; and time a training step on some of them."""
     from penstock.infra.engines.base import GroupRequest, Sampling
     from penstock.pipeline.runtime.sampling import episode_request
 
@@ -361,12 +366,8 @@ def _generate(config: Config, engine: Any) -> dict[str, Any]:
     return {"samples": samples, "generate_s": generate_s, "training_s": _training_s(config, samples)}
 
 
-@contextmanager
-def _children(target: str, init: Mapping[str, Any], *, timeout_s: float, rules: ChildRules) -> Iterator[ChildPool[int]]:
-    with ChildPool[int](
-        target, size=1, init=dict(init), timeout_s=timeout_s, retries=0, start_timeout_s=GENERATE_LIMIT_S, rules=rules
-    ) as pool:
-        yield pool
+def _children(target: str, init: Mapping[str, Any], *, timeout_s: float, rules: ChildRules) -> ChildPool[int]:
+    return ChildPool[int](target, size=1, init=dict(init), timeout_s=timeout_s, retries=0, start_timeout_s=GENERATE_LIMIT_S, rules=rules)
 
 
 def _result(pool: ChildPool[int], payload: Mapping[str, Any], *, what: str) -> Any:

@@ -81,12 +81,9 @@ class Inputs:
 
     @property
     def completion_use(self) -> str:
-        """What the room is for."""
-        return (
-            f"references have up to {self.longest_reference} tokens, the rest is room to reason"
-            if self.longest_reference
-            else "time grows with it"
-        )
+        """What the token limit for completions is for, as a comment in the file."""
+        longest = self.longest_reference
+        return f"references have up to {longest} tokens, the rest is room to reason" if longest else "time grows with it"
 
     @property
     def small(self) -> bool:
@@ -196,6 +193,7 @@ def written(model: str, data: str, functions: Sequence[str], inputs: Inputs, *, 
 
 
 def _loaded(text: str, base: Path, inputs: Inputs) -> Config:
+    """The proposed file as a configuration, with the defaults of a machine with these GPUs. Raises `ConfigError`."""
     table = tomllib.loads(text)
     if not is_hub_name(table["model"]["path"]):
         table["model"]["path"] = str((base / table["model"]["path"]).expanduser())
@@ -219,17 +217,20 @@ def _text(model: str, data: str, functions: Sequence[str], inputs: Inputs, *, en
 
 
 def _passed_as(answer_field: str) -> str:
+    """The comment of `data.answer_field`."""
     if not answer_field:
         return "there is none"
     return "reward functions get it as `answer`" + ("" if answer_field == "answer" else f" and as `{answer_field}`")
 
 
 def _line(key: str, value: Any, why: str = "") -> str:
+    """A line of the file: key, value and, if given, a comment."""
     text = f"{key} = {json.dumps(value, ensure_ascii=False)}"
     return f"{text:<36}# {why}" if why else text
 
 
 def _inputs(model: str, data: str, functions: Sequence[str], inputs: Inputs) -> list[list[str]]:
+    """The lines of the sections about run, model, data and reward."""
     name = re.sub(r"[^a-z0-9]+", "-", Path(model).name.lower()).strip("-")[:24] or "run"
     held_out, template = inputs.held_out, "the model's chat template"
     return [
@@ -262,6 +263,7 @@ def _inputs(model: str, data: str, functions: Sequence[str], inputs: Inputs) -> 
 
 
 def _schedule(inputs: Inputs, *, vllm: bool) -> list[str]:
+    """The lines of the sections about schedule, sampling and loss."""
     mode, why = ("in_flight", "new weights between two decode steps") if vllm else ("pipelined", "generates ahead of the trainer")
     return [
         "[schedule]",
@@ -279,6 +281,7 @@ def _schedule(inputs: Inputs, *, vllm: bool) -> list[str]:
 
 
 def _rollout(inputs: Inputs, *, engine: str, fitting: Config | None) -> list[str]:
+    """The lines of the section about rollout workers; `fitting` has the values that fit into the GPUs' memory."""
     why = "generates all samples concurrently" if engine == "vllm" else "vLLM is not installed, or cannot load this model"
     lines = [
         "[rollout]",
@@ -303,6 +306,7 @@ def _rollout(inputs: Inputs, *, engine: str, fitting: Config | None) -> list[str
 
 
 def _trainer(inputs: Inputs, *, fitting: Config | None) -> list[str]:
+    """The lines of the section about the trainer; `fitting` has the values that fit into the GPUs' memory."""
     count, chosen = inputs.count or UNKNOWN, None if fitting is None else fitting.trainer
     rank = 0 if chosen is None else chosen.lora_rank
     lr = 5e-4 if count < 10**7 else 1e-5 if count < 10**9 or rank else 1e-6
@@ -322,9 +326,8 @@ def _trainer(inputs: Inputs, *, fitting: Config | None) -> list[str]:
         return [*lines, *([_line("gpus", 1)] if inputs.gpus > 1 else [])]
     taken = estimates(fitting, inputs.shape, gpu=True)[0].gpu
     lines += [_line("micro_batch_tokens", chosen.micro_batch_tokens, f"takes about {size(taken)} of {size(min(inputs.memory))} of a GPU")]
-    lines += (
-        [_line("gradient_checkpointing", True, "computes activations again, which do not fit")] if chosen.gradient_checkpointing else []
-    )
+    if chosen.gradient_checkpointing:
+        lines += [_line("gradient_checkpointing", True, "computes activations again, which do not fit")]
     lines += [_line("lora_rank", rank, "trains adapters: all weights with optimizer and gradients do not fit")] if rank else []
     if chosen.backend != "torch":
         lines += [_line("backend", chosen.backend), _line("zero_stage", chosen.zero_stage, "shards what does not fit on each GPU")]
@@ -332,6 +335,7 @@ def _trainer(inputs: Inputs, *, fitting: Config | None) -> list[str]:
 
 
 def _eval(data: str, inputs: Inputs) -> list[str]:
+    """The lines of the section about evaluation; none without held-out rows."""
     lines = [
         "[eval]",
         _line("source", data),

@@ -27,6 +27,7 @@ class RowReader:
     """Reads all rows of a configuration's data sets; `notify` receives remarks and the progress."""
 
     def __init__(self, config: Config, *, notify: Callable[[str], None]) -> None:
+        """Load the tokenizer and the chat template; no row is read yet."""
         self._config, self._notify, self.renderer = config, notify, Renderer.of(config)
         self.replaced = ReplacedText()
         self.kinds: list[Row] = []
@@ -78,6 +79,7 @@ class RowReader:
             self._notify(f"checked {self._read:,} of {self._total:,} rows")
 
     def _note(self, name: str, text: str) -> None:
+        """Pass a remark to `notify`, unless one with this name was passed before."""
         if name not in self._noted:
             self._noted.add(name)
             self._notify(text)
