@@ -60,35 +60,29 @@ class DeviceDefault:
 DEVICE_DEFAULTS = (
     DeviceDefault(key="rollout.dtype", gpu="bfloat16", why="half the memory and half the bytes of a version, twice the speed"),
     DeviceDefault(
-        key="rollout.engine_process",
-        gpu=True,
+        key="rollout.engine_process", gpu=True, only=("engine", "vllm"),
         why="loading and hashing a version would take CPU time from the engine",
-        only=("engine", "vllm"),
     ),
     DeviceDefault(
-        key="rollout.kv_cache",
-        gpu="keep",
+        key="rollout.kv_cache", gpu="keep", only=("engine", "vllm"),
         why="recomputing takes a prefill of all samples in flight at each version: up to seconds of a GPU",
-        only=("engine", "vllm"),
     ),
     DeviceDefault(key="trainer.dtype", gpu="bfloat16", why="optimizer, masters and gradient sums stay in float32"),
     DeviceDefault(key="trainer.tf32", gpu=True, why="float32 products with 10 bits of mantissa, many times faster"),
     DeviceDefault(
-        key="trainer.micro_batch_by",
-        gpu="computed",
+        key="trainer.micro_batch_by", gpu="computed",
         why="passes of equal, full size; padded tokens are about three times the computed ones",
     ),
     DeviceDefault(
-        key="trainer.zero_stage", gpu=2, why="DeepSpeed's stage 1 does not sum bfloat16 gradients in float32", only=("backend", "deepspeed")
+        key="trainer.zero_stage", gpu=2, only=("backend", "deepspeed"),
+        why="DeepSpeed's stage 1 does not sum bfloat16 gradients in float32",
     ),
     DeviceDefault(
-        key="trainer.compile",
-        gpu=True,
+        key="trainer.compile", gpu=True, unless=("zero_stage", 3),
         why="a pass takes up to a quarter less time, and the first ones 15 seconds more",
-        unless=("zero_stage", 3),
     ),
     DeviceDefault(key="eval.engine", gpu="rollout", why="an evaluator's own GPU would be idle between evaluations"),
-)
+)  # fmt: skip
 
 COLOCATED_DEFAULTS = (("rollout", "workers", 1), ("eval", "engine", "rollout"))
 """Section, key and default if trainer and rollout worker share a device."""

@@ -163,6 +163,7 @@ class ClusterPlan:
         )
 
     def _entry(self, kind: ledger.EntryKind, *, plan: int) -> float:
+        """Bytes of a ledger entry with a plan of this number of groups."""
         planned = tuple(Planned(group=10**5, sha256="0" * 64, partition=1, offset=10**5) for _ in range(plan))
         figures = dict.fromkeys(TRAIN, 1.0) if plan else {}
         entry = Entry(seq=1, kind=kind, time_ns=NOW_NS, step=1, version=1, plan=planned, boundaries=(1,), digest="0" * 64, metrics=figures)
@@ -180,6 +181,7 @@ class ClusterPlan:
 
 
 def _bytes(headers: Headers, value: bytes) -> float:
+    """Bytes of a record on the wire."""
     return FRAME_BYTES + len(value) + sum(len(name) + len(text) + 2 for name, text in headers.encode(value))
 
 

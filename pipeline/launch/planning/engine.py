@@ -69,6 +69,7 @@ class SimulatedWorker:
         newest: Callable[[], int],
         finished: Callable[["SimulatedWorker", SimulatedGroup], None],
     ) -> None:
+        """Start the worker's process in `world`. `newest` returns the newest published version; `finished` is called with each group."""
         self._world, self._work, self._newest, self._finished = world, work, newest, finished
         self.version = 0
         self.unfinished = 0
@@ -98,6 +99,7 @@ class SimulatedWorker:
             self._wake.succeed()
 
     def _loop(self) -> Process:
+        """The worker's process: load weights, start groups, decode, until the run's last step."""
         while not self.stopped:
             yield from self._refresh()
             yield from self._start()
@@ -135,6 +137,7 @@ class SimulatedWorker:
         return self._work.decode(self._work.concurrency) * self._work.group_pace.get(self._rows[0].group, 1.0)
 
     def _ended(self, row: _Row) -> None:
+        """Add a finished sample to its group, and close the group if it is the last one needed."""
         group = self._groups.get(row.group)
         if group is None:
             return  # the group was closed without this sample
@@ -151,6 +154,7 @@ class SimulatedWorker:
         return max(version, self._newest() - schedule.max_lag) if schedule.stale_in_hand == "continue" else version
 
     def _close(self, group: SimulatedGroup) -> None:
+        """Report a group as finished, and drop its samples in flight, if it was oversampled."""
         del self._groups[group.group]
         if self._work.schedule.oversample:
             self._forget(group.group)
@@ -158,6 +162,7 @@ class SimulatedWorker:
         self._finished(self, group)
 
     def _forget(self, group: int) -> None:
+        """Drop a group's samples, waiting and in flight."""
         self._queue = [entry for entry in self._queue if entry[0] != group]
         self._rows = [row for row in self._rows if row.group != group]
         heapq.heapify(self._queue)
@@ -184,6 +189,7 @@ class SimulatedWorker:
             self._fill()
 
     def _load(self) -> Process:
+        """Load the newest version; the engine decodes nothing meanwhile."""
         started_s = self._world.now
         version = self._newest()
         if self._work.load_s:
@@ -220,6 +226,7 @@ class SimulatedWorker:
             self._submit(prompt.group)
 
     def _submit(self, group: int) -> None:
+        """Queue the samples of a group, with lengths from the workload."""
         schedule = self._work.schedule
         lengths = self._work.lengths.of_group(group, samples=schedule.samples_begun, seed=self._work.seed)
         self._groups[group] = SimulatedGroup(group, self._world.now, schedule.samples_per_prompt)
@@ -228,6 +235,7 @@ class SimulatedWorker:
         self._fill()
 
     def _fill(self) -> None:
+        """Move queued samples into the free rows of the engine."""
         most = self._work.concurrency if self._work.continuous_batching else len(self._queue)
         while self._queue and (len(self._rows) < most or not self._work.continuous_batching):
             group, number, tokens = heapq.heappop(self._queue)
@@ -336,6 +344,7 @@ class Outcome:
         return self.tokens / self.wall_s
 
     def as_json(self) -> dict[str, Any]:
+        """The measurements as plain data, of the rounds their medians."""
         return {
             "wall_s": self.wall_s, "samples_per_s": self.samples_per_s, "tokens_per_s": self.tokens_per_s,
             "trainer_waiting_ratio": self.trainer_waiting_ratio, "trainer_wait_s": self.trainer_wait_s,

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, median
@@ -89,14 +90,13 @@ def read(log: Log, run: str) -> RunTimes:
 
 
 def _load_times(reader: RunReader) -> dict[str, float]:
+    """Rollout worker -> total seconds for loading versions, over its processes, each of which reports a growing number."""
     newest: dict[tuple[str, str], float] = {}
-    for message in reader.records("metrics"):
-        try:
-            measured = metrics.read(message, run=reader.run)[1]
-        except Unusable:
-            continue
-        if measured.role == "rollout" and "load_s" in measured.values:
-            newest[measured.worker, measured.incarnation] = measured.values["load_s"]
+    for record in reader.records("metrics"):
+        with suppress(Unusable):
+            measured = metrics.read(record, run=reader.run)[1]
+            if measured.role == "rollout" and "load_s" in measured.values:
+                newest[measured.worker, measured.incarnation] = measured.values["load_s"]
     total: dict[str, float] = defaultdict(float)
     for (worker, _), seconds in newest.items():
         total[worker] += seconds
@@ -170,16 +170,11 @@ def _group_spans(sample_spans: Sequence[SampleSpan]) -> list[SampleSpan]:
         members[span.worker, span.group].append(span)
     spans = [
         SampleSpan(
-            worker,
-            group,
-            min(span.started_s for span in group_spans),
-            max(span.ended_s for span in group_spans),
-            max(span.tokens for span in group_spans),
-            min(span.version for span in group_spans),
-            True,
+            worker, group, min(span.started_s for span in samples), max(span.ended_s for span in samples),
+            max(span.tokens for span in samples), min(span.version for span in samples), True,
         )
-        for (worker, group), group_spans in members.items()
-    ]
+        for (worker, group), samples in members.items()
+    ]  # fmt: skip
     return sorted(spans, key=lambda span: (span.worker, span.started_s))
 
 
@@ -309,10 +304,12 @@ def _arrival(record: RunTimes, *, load_s: float, prefill_s: float) -> float:
 
 
 def _positive(values: Sequence[float]) -> float:
+    """Mean of the values, at least 0; 0 without any."""
     return max(0.0, fmean(values)) if values else 0.0
 
 
 def times_as_json(work: Workload) -> Mapping[str, float]:
+    """The measured times of a workload, by the names in which `penstock plan` reports them."""
     return {
         "decode_step_s": work.decode(work.concurrency), "begin_group_s": work.prefill_s, "load_version_s": work.load_s,
         "deliver_group_s": work.deliver_s, "take_group_s": work.take_s, "train_group_s": work.train_group_s,
@@ -349,13 +346,15 @@ class WhatIf:
     @property
     def best(self) -> Variant:
         """The fastest variant with as many rollout workers as the run had."""
-        return min(
-            (variant for variant in self.variants if variant.workers == self.work.engines), key=lambda variant: variant.outcome.wall_s
-        )
+        variants = [variant for variant in self.variants if variant.workers == self.work.engines]
+        return min(variants, key=lambda variant: variant.outcome.wall_s)
 
 
 def compare(record: RunTimes, *, run: str) -> WhatIf:
-    """Simulate a recorded run and its variants. Raises `ValueError` if the run's log lacks the times."""
+    """Simulate a recorded run as it was, and with every mode and several numbers of rollout workers.
+
+    Raises `ValueError` if a simulation deadlocks.
+    """
     work = workload(record)
     engines, swaps, own = work.engines, record.config.engine.swaps_in_flight, work.schedule
     variants = []
@@ -370,6 +369,7 @@ def compare(record: RunTimes, *, run: str) -> WhatIf:
 
 
 def as_json(comparison: WhatIf) -> dict[str, Any]:
+    """The comparison as plain data."""
     return {
         "run": comparison.run,
         "mode": comparison.work.schedule.mode,
@@ -427,6 +427,7 @@ def _speedup(comparison: WhatIf, variant: Variant) -> float:
 
 
 def _time(name: str, value: float) -> str:
+    """A measured time, share or length as text, by the ending of its name."""
     if not name.endswith("_s"):
         return f"{value:.0%}" if name.endswith("share") else f"{value:.1f}"
     return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"

@@ -93,6 +93,7 @@ def table(columns: Sequence[str], *sections: Sequence[Sequence[str]]) -> str:
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data: the best candidate, its reasons, and the candidates it is compared with."""
     return {
         "accelerators": plan.cluster.accelerators,
         "best": candidate_as_json(plan.best),
@@ -107,6 +108,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 
 def candidate_as_json(candidate: Candidate) -> dict[str, Any]:
+    """A candidate as plain data: split, schedule and measurements."""
     return {
         "mode": candidate.mode,
         "generating": candidate.generating,
@@ -119,6 +121,7 @@ def candidate_as_json(candidate: Candidate) -> dict[str, Any]:
 
 
 def _row(candidate: Candidate, *, base: Candidate) -> tuple[str, ...]:
+    """A row of the table of modes; the speed-up is that over `base`."""
     outcome = candidate.outcome
     return (
         candidate.mode,

@@ -1,6 +1,5 @@
 """Searches the best split of accelerators between rollout and training, and its schedule, by simulation."""
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -104,6 +103,7 @@ def search(cluster: Cluster) -> Plan:
 
 
 def simulated(cluster: Cluster, *, mode: str, generating: int, prompts_per_step: int) -> Candidate:
+    """Simulate a mode with `generating` accelerators for rollouts; all others train."""
     schedule, training = schedule_of(cluster, mode=mode, prompts_per_step=prompts_per_step), cluster.accelerators - generating
     return _candidate(cluster, schedule, engines=generating // cluster.engine_size, generating=generating, training=training)
 
@@ -123,28 +123,18 @@ def schedule_of(cluster: Cluster, *, mode: str, prompts_per_step: int) -> Schedu
 
 def with_sizes(preset: Schedule, own: Schedule) -> Schedule:
     """A mode's schedule with U, K, S and the oversampling of another one."""
-    sizes = {
-        name: getattr(own, name)
-        for name in ("prompts_per_step", "samples_per_prompt", "steps_per_version", "oversample", "oversample_groups")
-    }
-    return replace(preset, **sizes)
+    names = ("prompts_per_step", "samples_per_prompt", "steps_per_version", "oversample", "oversample_groups")
+    return replace(preset, **{name: getattr(own, name) for name in names})
 
 
 def _candidate(cluster: Cluster, schedule: Schedule, *, engines: int, generating: int, training: int) -> Candidate:
+    """Simulate a schedule with these engines and training accelerators, over enough steps for a steady state."""
     base, share = cluster.base, cluster.trainer_size / training
     per_step = schedule.prompts_per_step * schedule.samples_per_prompt
     full = max(3 * schedule.steps_per_version, 6 + 3 * (schedule.max_lag + 1) * schedule.steps_per_version)
     steps = max(3 * schedule.steps_per_version, min(full, MOST_SAMPLES // per_step))
-    outcome = simulate(
-        replace(
-            base,
-            schedule=schedule,
-            steps=steps,
-            engines=engines,
-            train_token_s=base.train_token_s * share,
-            train_group_s=base.train_group_s * share,
-        )
-    )
+    times = {"train_token_s": base.train_token_s * share, "train_group_s": base.train_group_s * share}
+    outcome = simulate(replace(base, schedule=schedule, steps=steps, engines=engines, **times))
     return Candidate(
         mode=schedule.mode, generating=generating, training=training, prompts_per_step=schedule.prompts_per_step, max_lag=schedule.max_lag,
         tokens_per_s=_steady(outcome, schedule), outcome=outcome,
@@ -169,8 +159,8 @@ def _allowed(cluster: Cluster) -> list[str]:
 
 
 def _modes(cluster: Cluster, *, prompts_per_step: int) -> list[Candidate]:
-    """Every allowed mode on a grid of splits, then the neighbours of its best until none is better."""
-    return list(itertools.chain.from_iterable(_splits(cluster, mode, prompts_per_step) for mode in _allowed(cluster)))
+    """The simulated splits of every allowed mode."""
+    return [candidate for mode in _allowed(cluster) for candidate in _splits(cluster, mode, prompts_per_step)]
 
 
 def _splits(cluster: Cluster, mode: str, prompts_per_step: int) -> Iterator[Candidate]:

@@ -43,6 +43,7 @@ class _Run:
     arrived: simpy.Event = field(init=False)
 
     def __post_init__(self) -> None:
+        """Create the workers, and admit the first prompts."""
         self.selector = Selector(self.work.schedule)
         self.arrived = self.world.event()
         self.workers = [
@@ -66,7 +67,7 @@ class _Run:
             self.workers[partition].assign(prompt)
 
     def generated(self, worker: SimulatedWorker, group: SimulatedGroup) -> None:
-        """Apply that a worker has finished or aborted a group."""
+        """Give a group that a worker has finished or aborted its outcome, after the time that delivery takes."""
         if self.work.deliver_s:
             self.world.process(self._deliver(worker, group))
         else:
@@ -104,6 +105,7 @@ class _Run:
             self.arrived.succeed()
 
     def _is_filtered(self, group: int) -> bool:
+        """True if a group is filtered: as recorded, or at random with the workload's share."""
         recorded = self.work.filtered_groups.get(group)
         if recorded is not None or not self.work.filtered:
             return bool(recorded)
@@ -156,12 +158,14 @@ class _Run:
         step.compute_s += seconds
 
     def _wait(self, step: SimulatedStep) -> Process:
+        """Wait until the next group arrives, and count the time as the step's waiting."""
         started_s = self.world.now
         self.arrived = self.world.event()
         yield self.arrived
         step.wait_s += self.world.now - started_s
 
     def _published(self, event: Any) -> None:
+        """Apply that the version in `event.value` has reached the workers."""
         self.newest = max(self.newest, event.value)
         for worker in self.workers:
             worker.wake()

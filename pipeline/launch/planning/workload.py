@@ -104,6 +104,7 @@ def parse(text: str) -> LengthDistribution:
 
 
 def _numbers(text: str, whole: str) -> list[float]:
+    """The numbers between colons. Raises `ValueError`, which quotes the option `whole`, for anything else."""
     try:
         numbers = [float(word) for word in text.split(":") if word]
     except ValueError:
