@@ -91,7 +91,8 @@ def needs() -> list[Package]:
         Package(module=MODULES.get(name, name.replace("-", "_")), name=name, purpose=purpose, extra=requirements().get(name, ("", ""))[1])
         for name, purpose in PURPOSES.items()
     ]
-    listed = [*own, *(package for kind in (*BACKENDS.values(), *ENGINES.values()) for package in kind.packages)]
+    listed = [*own, *(package for backend in BACKENDS.values() for package in backend.packages)]
+    listed += [package for engine in ENGINES.values() for package in engine.packages]
     builds = {need.name: need for need in listed if need.on_gpus is not None}
     installed = {name for name, need in builds.items() if importlib.util.find_spec(need.module) and _installed(name)}
     builds_here = installed or {name for name, need in builds.items() if need.on_gpus == bool(visible_gpus())}

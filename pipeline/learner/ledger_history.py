@@ -112,7 +112,7 @@ def read_planned(log: Log, run: str, plan: Sequence[Planned]) -> list[Group]:
 
 
 def with_later_parts(log: Log, run: str, first: Record) -> list[Record]:
-    """Return the records of all parts of a group, given the first: one transaction wrote them next to each other.
+    """Return the records of all parts of a group from the first one: one transaction wrote them next to each other.
 
     Raises `Unusable` for invalid headers, `LogError` if a part cannot be read.
     """

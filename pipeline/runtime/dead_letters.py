@@ -74,7 +74,7 @@ class Attempts:
         page[0] = 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Clear the page, and forget earlier crashes of the record, because it was decoded or found unusable."""
+        """Clear the page, and forget earlier crashes of the record, because it was decoded, or is unusable without a crash."""
         if kind is not None and not issubclass(kind, Unusable):
             return  # any other error ends the process: the page still names the record
         self._page[0] = 0

@@ -132,7 +132,7 @@ def admission_limit(schedule: Schedule, *, newest_version: int, dropped: int, st
 
 
 def admitted_groups(numbers: Container[int], *, since: int = 0) -> range:
-    """Return the range of admitted groups from `since` on, given the group numbers in `prompts`; those after a gap are foreign records."""
+    """Return the range of admitted groups from `since` on, by the group numbers in `prompts`; those after a gap are foreign records."""
     count = since
     while count in numbers:
         count += 1

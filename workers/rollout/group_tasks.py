@@ -122,7 +122,7 @@ class GroupTask:
         self.started, self.generating = True, set(samples)
 
     def take(self, completion: Completion) -> None:
-        """Store a sample that the engine returned, if still needed; one with a broken environment only once no other can take its place."""
+        """Store a sample that the engine returned, if still needed; one with a broken environment only once no other is to come."""
         if completion.sample in self.generating:
             self.generating.discard(completion.sample)
             if self.needed and completion.sample not in self.published:

@@ -136,7 +136,7 @@ class GroupWorker(GenerationLoop):
         return self._next(self.weights.version) is not None
 
     def _next(self, newest: int) -> GroupTask | None:
-        """Return the group to start next, given that version `newest` can be loaded; None if all wait, which an idle worker reports."""
+        """Return the group to start next, if version `newest` can be loaded; None if all wait, which an idle worker reports."""
         waiting, loaded = self.tasks.waiting(), self.engine.version
         pairs = [(task.group, task.prompt.min_version) for task in waiting]
         index = rules.next_in_line(pairs, loaded_version=loaded, newest_version=newest)

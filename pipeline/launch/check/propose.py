@@ -217,14 +217,14 @@ def _text(model: str, data: str, functions: Sequence[str], inputs: Inputs, *, en
 
 
 def _passed_as(answer_field: str) -> str:
-    """The comment of `data.answer_field`."""
+    """The comment of the line about the reference answers' column."""
     if not answer_field:
         return "there is none"
     return "reward functions get it as `answer`" + ("" if answer_field == "answer" else f" and as `{answer_field}`")
 
 
 def _line(key: str, value: Any, why: str = "") -> str:
-    """A line of the file: key, value and, if given, a comment."""
+    """A line of the file: key, value and the comment `why`, if any."""
     text = f"{key} = {json.dumps(value, ensure_ascii=False)}"
     return f"{text:<36}# {why}" if why else text
 

@@ -133,7 +133,7 @@ def _candidate(cluster: Cluster, schedule: Schedule, *, engines: int, generating
     per_step = schedule.prompts_per_step * schedule.samples_per_prompt
     full = max(3 * schedule.steps_per_version, 6 + 3 * (schedule.max_lag + 1) * schedule.steps_per_version)
     steps = max(3 * schedule.steps_per_version, min(full, MOST_SAMPLES // per_step))
-    times = {"train_token_s": base.train_token_s * share, "train_group_s": base.train_group_s * share}
+    times: dict[str, Any] = {"train_token_s": base.train_token_s * share, "train_group_s": base.train_group_s * share}
     outcome = simulate(replace(base, schedule=schedule, steps=steps, engines=engines, **times))
     return Candidate(
         mode=schedule.mode, generating=generating, training=training, prompts_per_step=schedule.prompts_per_step, max_lag=schedule.max_lag,
