@@ -299,19 +299,17 @@ def _make_absolute(table: dict[str, Any], base: Path) -> None:
             for key, field in cast(type[Section], section.annotation).model_fields.items():
                 for mark in field.metadata if key in values else ():
                     if isinstance(mark, Resolve):
-                        values[key] = _made_absolute(values[key], mark, base, key=f"{name}.{key}")
+                        values[key] = _resolved(values[key], mark, base, key=f"{name}.{key}")
 
 
-def _made_absolute(value: Any, resolve: Resolve, base: Path, *, key: str) -> Any:
-    """Resolve the paths in the value of a key, relative to `base`. Raises `ConfigError` for a text that is no path."""
-    try:
-        return _resolved(value, resolve, base)
-    except (ValueError, RuntimeError) as error:  # a null byte, a user without a home
-        raise ConfigError(f"{key}: {str(value)[:80]!r} is not a path: {error}") from error
+def _resolved(value: Any, resolve: Resolve, base: Path, *, key: str) -> Any:
+    """Make the path in a text, or in each item of a list, absolute; other values stay, and validation rejects them.
 
-
-def _resolved(value: Any, resolve: Resolve, base: Path) -> Any:
-    """Resolve a text or each item of a list; other values stay, and validation rejects them."""
+    Raises `ConfigError` for a text that is no path.
+    """
     if isinstance(value, list):
-        return [_resolved(item, resolve, base) for item in value]
-    return resolve.function(value, base) if isinstance(value, str) else value
+        return [_resolved(item, resolve, base, key=key) for item in value]
+    try:
+        return resolve.function(value, base) if isinstance(value, str) else value
+    except (ValueError, RuntimeError) as error:  # a null byte, a user without a home
+        raise ConfigError(f"{key}: {value[:80]!r} is not a path: {error}") from error

@@ -169,7 +169,10 @@ class DeadLetters:
         Raises `Unusable` for a record that has crashed this worker too often, after writing the dead letter, for any topic.
         """
         if self._attempts is None:
-            self._attempts = self._open_attempts()
+            try:
+                self._attempts = Attempts(run_directory(self.reporter.run) / "attempts" / self.reporter.worker)
+            except BrokerError:  # no directory to write to: no record is skipped then
+                self._attempts = Attempts(None)
         try:
             attempt = self._attempts.reading(record)
         except Unusable as error:
@@ -182,13 +185,6 @@ class DeadLetters:
         """Release the file of the poison-record guard."""
         if self._attempts is not None:
             self._attempts.close()
-
-    def _open_attempts(self) -> Attempts:
-        """The guard with the state that the previous process of this worker stored on this machine."""
-        try:
-            return Attempts(run_directory(self.reporter.run) / "attempts" / self.reporter.worker)
-        except BrokerError:  # no directory to write to: no record is skipped then
-            return Attempts(None)
 
     def _read_written(self) -> set[RecordId]:
         """Records that have a readable dead letter; keys alone are ignored, because any client may write one."""

@@ -44,14 +44,14 @@ def check_engine(config: Config) -> None:
         raise ConfigError(str(error)) from error
 
 
-def make_engine(config: Config, *, episodes: bool = True, sleeps: bool = False, notify: Callable[[str], None] = lambda _: None) -> Engine:
+def make_engine(config: Config, *, episodes: bool = True, sleeps: bool = False) -> Engine:
     """Open the engine with the initial model, wrapped by `with_environments` if the run has an environment and `episodes`.
 
     `sleeps`: it must be able to free its device's memory while other processes use it. Raises `EngineError`, `ConfigError`.
     """
     with _LOADING, _mistakes():
         engine = config.engine.open(_settings_of(config, sleeps=sleeps))
-    return engine if config.environment.source is None or not episodes else with_environments(engine, config, notify=notify)
+    return engine if config.environment.source is None or not episodes else with_environments(engine, config)
 
 
 def with_environments(engine: Engine, config: Config, *, notify: Callable[[str], None] = lambda _: None) -> TrajectoryEngine:

@@ -69,20 +69,16 @@ class Session:
     def steps(self) -> int:
         return int(self.info["steps"])
 
-    @property
-    def pools(self) -> Pools | None:
-        """Pools by partition, for this worker; None if the run has no pools."""
-        return None if self.pool is None else Pools(own=self.pool, by_partition=self.config.pools_by_partition)
-
     def topic(self, name: str) -> str:
         """The Kafka name of one of the run's topics."""
         return f"{self.run}.{name}"
 
     def member(self, *topics: str, max_records: int, max_bytes: int = 64 << 20, gathers: bool = True) -> Member:
-        """Join the consumer group of this role on these topics of the run; see `Log.member`."""
+        """Join the consumer group of this role on these topics of the run; the limits are those of one fetch, as in `Log.member`."""
+        pools = None if self.pool is None else Pools(own=self.pool, by_partition=self.config.pools_by_partition)
         return self.log.member(
             f"{self.run}.{self.role}", [self.topic(name) for name in topics], max_records=max_records, max_bytes=max_bytes, gathers=gathers,
-            session_s=self.config.kafka.session_s, pools=self.pools,
+            session_s=self.config.kafka.session_s, pools=pools,
         )  # fmt: skip
 
     def transactions(self) -> Transactions:

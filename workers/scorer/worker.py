@@ -70,16 +70,6 @@ def main(session: Session) -> None:
         follower.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """A complete group whose rewards are being computed."""
-
-    partition: int
-    group: OpenGroup
-    completions: list[str]
-    """The decoded text of each sample, by number."""
-
-
 @dataclass(slots=True)
 class Scorer:
     """Collects groups, scores them and writes their outcomes."""
@@ -92,7 +82,8 @@ class Scorer:
     owned: dict[int, PartitionGroups] = field(default_factory=dict)
     reports: RolloutReports = field(init=False)
     outcomes: OutcomeWriter = field(init=False)
-    _scoring: dict[Job, Scoring] = field(default_factory=dict)
+    _scoring: dict[Job, tuple[OpenGroup, list[str]]] = field(default_factory=dict)
+    """Complete groups whose rewards are being computed, each with the decoded text of its samples by number."""
     _generation: int = 0
     _unscored: list[Group] = field(default_factory=list)
     """Outcomes without rewards: a poison prompt, an aborted sample, or a broken environment."""
@@ -283,16 +274,15 @@ class Scorer:
         samples, prompt = group.ordered(), group.prompt
         completions = [self.decoder.decode(generated(sample)) for sample in samples]
         job = (state.partition, self._generation, number)
-        self._scoring[job] = Scoring(state.partition, group, completions)
+        self._scoring[job] = group, completions
         per_version = self.session.schedule.steps_per_version
         self.pool.submit(job, payload_of(prompt, samples, completions, messages=prompt.messages, steps_per_version=per_version))
 
     def _scored(self, result: Done[Job] | Failed[Job]) -> Group | None:
         """Return the outcome of a group from its rewards, "failed" if scoring failed; None if its partition was revoked or it has ended."""
-        scoring = self._scoring.pop(result.key, None)
-        if scoring is None:
+        if result.key not in self._scoring:
             return None
-        state, group = self.owned.get(scoring.partition), scoring.group
+        state, (group, completions) = self.owned.get(result.key[0]), self._scoring.pop(result.key)
         if state is None or state.open.get(group.group) is not group:
             return None
         if isinstance(result, Failed):
@@ -311,7 +301,7 @@ class Scorer:
         for name, value in score.load.items():
             reporter.add(name, value)
         reporter.add("no_reward", len(score.rewards) - len(score.scored))
-        outcome = group_outcome(samples, scoring.completions, score, algorithm=self.session.config.algorithm)
+        outcome = group_outcome(samples, completions, score, algorithm=self.session.config.algorithm)
         record = self._group(group, outcome.outcome, outcome.reason, outcome.samples)
         return replace(record, reward_ns=round(1e9 * result.seconds), metrics=outcome.metrics)
 

@@ -160,13 +160,9 @@ def _advice(config: Config, shape: Shape, memory: Sequence[int]) -> str:
     fitting = [variant for variant in _variants(config, shape, len(memory)) if exceeded(variant, shape, memory) is None]
     if not fitting:
         return "no setting fits on these GPUs: use a smaller model, or GPUs with more memory"
-    changes = min((_changes(config, variant) for variant in sorted(fitting, key=_cost_in(shape, memory))), key=_weight)
-    return f"set {', '.join(f'{key} = {json.dumps(value)}' for key, value in changes.items())}"
-
-
-def _weight(changes: Mapping[str, Any]) -> int:
-    """Size of a change: number of keys, more if it trains adapters instead of all weights."""
-    return len(changes) + 4 * ("trainer.lora_rank" in changes)
+    ways = [_changes(config, variant) for variant in sorted(fitting, key=_cost_in(shape, memory))]
+    least = min(ways, key=lambda changes: len(changes) + 4 * ("trainer.lora_rank" in changes))  # adapters are a large change
+    return f"set {', '.join(f'{key} = {json.dumps(value)}' for key, value in least.items())}"
 
 
 def _changes(config: Config, other: Config) -> dict[str, Any]:
