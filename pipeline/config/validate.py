@@ -24,7 +24,7 @@ def first_mistake(config: Config) -> str | None:
 
 
 def _length(config: Config) -> Iterator[str]:
-    """Number of steps, and the data."""
+    """Yield a line if the number of steps or the data is not set."""
     if (config.run.steps is None) == (config.run.epochs is None):
         yield "run.steps: set exactly one of run.steps and run.epochs"
     if not config.data_sources or not all(config.data_sources):
@@ -32,7 +32,7 @@ def _length(config: Config) -> Iterator[str]:
 
 
 def _schedule(config: Config) -> Iterator[str]:
-    """Schedules that contradict themselves, or that the engine does not support."""
+    """Yield a line for each key of a schedule that contradicts another, or that the engine does not support."""
     schedule = config.schedule
     if schedule.max_lag and MODES[schedule.mode].max_lag == 0:
         others = ", ".join(name for name, mode in MODES.items() if mode.max_lag > 0)
@@ -50,7 +50,7 @@ def _schedule(config: Config) -> Iterator[str]:
 
 
 def _sampling(config: Config) -> Iterator[str]:
-    """Sampling limits that the engine or the loss does not support."""
+    """Yield a line for each sampling limit that the engine or the loss does not support."""
     least, engine = config.engine.min_temperature, config.rollout.engine
     own = [(f"data.sampling.{source}", sampling.temperature) for source, sampling in config.data.sampling.items()]
     for section, value in (("sampling", config.sampling.temperature), ("eval", config.eval.temperature), *own):
@@ -72,7 +72,7 @@ def _sampling(config: Config) -> Iterator[str]:
 
 
 def _policies(config: Config) -> Iterator[str]:
-    """Policies that a step compares, and their weights."""
+    """Yield a line for each mistake about the policies that a step compares, and about how their weights are sent."""
     if config.weights.encoding == "adapter" and not config.trainer.lora_rank:
         yield "weights.encoding: 'adapter' needs a run with trainer.lora_rank above 0; set weights.encoding = 'auto'"
     proximal, per_version = config.algorithm.proximal, config.schedule.steps_per_version
@@ -89,7 +89,7 @@ def _policies(config: Config) -> Iterator[str]:
 
 
 def _correction_bounds(config: Config) -> Iterator[str]:
-    """Bounds of importance weights that have no effect."""
+    """Yield a line for each bound of importance weights that has no effect."""
     algorithm, correction = config.algorithm, config.correction
     for key in ("correction_low", "correction_high"):
         value = getattr(algorithm, key)
@@ -103,7 +103,7 @@ def _correction_bounds(config: Config) -> Iterator[str]:
 
 
 def _loss(config: Config) -> Iterator[str]:
-    """Clip ranges that have no effect or contradict each other, and a custom loss without its divisor."""
+    """Yield a line for each clip range that has no effect or contradicts another, and for a custom loss without its divisor."""
     algorithm, high = config.algorithm, 1.0 + config.clip_high
     dual, keys = algorithm.clip_dual, [key for key in ("clip_low", "clip_high", "clip_dual") if getattr(algorithm, key)]
     if algorithm.loss == "sapo" and keys:
@@ -120,7 +120,7 @@ def _loss(config: Config) -> Iterator[str]:
 
 
 def _value_head(config: Config) -> Iterator[str]:
-    """A value head that backend, loss or forward pass does not support."""
+    """Yield a line if the backend, the loss or the forward pass does not support a value head."""
     algorithm, backend = config.algorithm, config.trainer.backend
     if algorithm.value_lr is None:
         return
@@ -134,7 +134,7 @@ def _value_head(config: Config) -> Iterator[str]:
 
 
 def _combine(config: Config) -> Iterator[str]:
-    """Changes of the summed reward although advantages are combined by function."""
+    """Yield a line for each change of the summed reward although advantages are combined by function."""
     algorithm = config.algorithm
     if algorithm.combine == "advantages" and algorithm.truncated == "penalise":
         yield (
@@ -146,7 +146,7 @@ def _combine(config: Config) -> Iterator[str]:
 
 
 def _terms(config: Config) -> Iterator[str]:
-    """KL and entropy keys that have no effect, or need another key."""
+    """Yield a line for each KL or entropy key that has no effect, or needs another key."""
     algorithm = config.algorithm
     if algorithm.kl_in == "reward" and not algorithm.kl_coef:
         yield "algorithm.kl_in: 'reward' needs algorithm.kl_coef, which is 0"
@@ -164,7 +164,7 @@ def _terms(config: Config) -> Iterator[str]:
 
 
 def _sources(config: Config) -> Iterator[str]:
-    """Keys about single data sources that do not match the sources."""
+    """Yield a line for each key about single data sources that does not match the sources."""
     data, names = config.data, [source_name(source) for source in config.data_sources]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         yield f"data.source: two sources have the same name {repeated!r}; rename one"
@@ -186,7 +186,7 @@ def _sources(config: Config) -> Iterator[str]:
 
 
 def _rewards(config: Config) -> Iterator[str]:
-    """Reward thresholds, weights and addresses, and groups too small for an advantage."""
+    """Yield a line for each mistake in reward thresholds, weights and addresses, and for groups too small for an advantage."""
     solved, unsolved = config.data.skip_solved, config.data.skip_unsolved
     if solved is not None and unsolved is not None and solved <= unsolved:
         yield f"data.skip_solved: {solved} must be above data.skip_unsolved = {unsolved}, otherwise every row would be skipped"
@@ -205,7 +205,7 @@ def _rewards(config: Config) -> Iterator[str]:
 
 
 def _isolated_network(config: Config) -> Iterator[str]:
-    """Isolation from the network although functions need it."""
+    """Yield a line if functions or environments are isolated from the network although they need it, or cannot be."""
     addresses = filter(is_address, (*config.reward.functions, *config.eval_reward.functions))
     remote = {"reward": next(addresses, None), "environment": config.environment.source}
     for section, children in (("reward", config.reward), ("environment", config.environment)):
@@ -225,7 +225,7 @@ def _tracking_uri(config: Config) -> Iterator[str]:
 
 
 def _eval(config: Config) -> Iterator[str]:
-    """Evaluation, and the state that a forked run starts from."""
+    """Yield a line for each mistake about evaluation, and about the state that a forked run starts from."""
     weights, functions = config.eval.weights, config.eval.functions
     if weights is not None and len(weights) != len(functions or ()):
         yield f"eval.weights: {len(weights)} weights for {len(functions or ())} eval.functions; set one weight per function"
@@ -237,7 +237,7 @@ def _eval(config: Config) -> Iterator[str]:
 
 
 def _workers(config: Config) -> Iterator[str]:
-    """Workers without a partition, and pools of them that contradict each other or their number."""
+    """Yield a line if workers would have no partition, and for each pool of workers that contradicts another or their number."""
     needed = max(config.rollout.workers, config.scorer.workers, config.environment_workers)
     if config.partitions < needed:
         yield f"kafka.partitions: {config.partitions} are fewer than the {needed} workers of one role, and each worker needs one; raise it"
@@ -260,7 +260,7 @@ def _workers(config: Config) -> Iterator[str]:
 
 
 def _devices(config: Config) -> Iterator[str]:
-    """The backend's keys, and a colocated run with more processes than can share one device, or that cannot free it."""
+    """Yield a line for a mistake in the backend's keys, and for processes that cannot share one device in a colocated run."""
     if problem := BACKENDS[config.trainer.backend].check(config.trainer.model_dump()):
         yield problem
     if not config.colocated:
@@ -283,7 +283,7 @@ def _early_stopping(config: Config) -> Iterator[str]:
 
 
 def _environment(config: Config) -> Iterator[str]:
-    """Keys that need an environment, or that trajectories do not support."""
+    """Yield a line for each key that needs an environment, or that trajectories do not support."""
     source = config.environment.source
     if source is None and "environment" in (*config.reward.functions, *config.eval_reward.functions):
         yield "reward.functions: 'environment' takes its rewards from an environment; set environment.source"
@@ -303,7 +303,7 @@ def _environment(config: Config) -> Iterator[str]:
 
 
 def _keep_steps(config: Config) -> Iterator[str]:
-    """Retention of fewer steps than the run still needs."""
+    """Yield a line if fewer steps would be retained than the run still needs, or if retention has no effect."""
     steps, rules = config.kafka.keep_steps, config.rules
     if steps is None:
         if config.kafka.archive is not None:

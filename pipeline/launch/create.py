@@ -65,7 +65,7 @@ def create(
 
 
 def specs_of(config: Config, run: str) -> dict[str, TopicSpec]:
-    """The topics of a run with this configuration by Kafka name, without that of all runs."""
+    """Kafka name -> specification of each topic that a run with this configuration needs, without the register of runs."""
     return topics_of(
         run, partitions=config.partitions, weight_partitions=config.weight_partitions, weight_segment_bytes=config.weight_segment_bytes,
         sample_segment_bytes=config.sample_segment_bytes, turns=config.turns_by_log,

@@ -276,7 +276,7 @@ PROMPTS, CALLS = "partitions", "calls"
 
 
 def update_presence(presence: Presence, measured: Measurement, *, label: str = PROMPTS) -> None:
-    """Apply a worker's measurement if its role owns such partitions."""
+    """Apply a measurement to `presence` if it lists partitions owned by a worker under `label`; a `final` one means that it owns none."""
     if measured.role in _OWNERS[label] and label in measured.labels:
         owned = [] if measured.kind == "final" else [int(text) for text in measured.labels[label].split(",") if text]
         # Two machines may start workers with the same name: one's reports do not change the partitions of the other.

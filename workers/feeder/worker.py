@@ -223,7 +223,7 @@ def _nothing_admitted(session: Session, data: Data) -> Admission:
 
 
 def _limit(state: Admission, session: Session) -> int:
-    """Number of groups that the rules allow to be admitted by now, including those that are."""
+    """Number of groups that the schedule allows to be admitted by now, counted from the start of the run."""
     return rules.admission_limit(
         session.schedule, newest_version=state.ledger.newest_version, dropped=state.dropped, steps=session.steps,
         ahead=not _paused(state, session),

@@ -316,7 +316,7 @@ class Tracker:
                 self._checkpoints.note(payload, offset=record.offset)
 
     def _reward(self, now: float) -> None:
-        """Write the mean rewards of versions that are too old to train on, once all groups of their time are read."""
+        """Write the mean reward of each version whose samples are all stale by now, once the groups scored before that have been read."""
         while self._published and self._published[0][0] <= now - SETTLE_S:
             self._due, self._awaited = self._published.popleft()[1], None
         if self._due is None:

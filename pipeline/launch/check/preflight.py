@@ -169,7 +169,7 @@ def _number(reward: float | None) -> str:
 
 
 def swapped(rows: Sequence[Row], references: Sequence[str]) -> list[tuple[int, int]]:
-    """Indices of two rows with different references as `[(a, b), (b, a)]`; empty if there are none.
+    """[(a, b), (b, a)]: indices of two rows with different references, to score each with that of the other; empty if there are none.
 
     A reward that ignores the row cannot give both rows less for their own answer than for the other one.
     """
@@ -264,9 +264,10 @@ def score(
 
 
 def score_references(config: Config, rows: Sequence[Row]) -> tuple[list[rewards.Score], list[float | None]]:
-    """Scores of the rows' references, or prompts if there are none; and rewards of other rows' references.
+    """Score each row with its own reference, or its prompt if it has none, and two rows with the reference of the other.
 
-    Raises `PenstockError`, also for a reversed reward.
+    Returns the scores of the rows, and the rewards of the two. Raises `PenstockError` if no reference can be scored, or wrong ones earn
+    more.
     """
     decoder, texts = Decoder(config.model.path), [_own_reference(row) for row in rows]
     pairs = swapped(rows, texts)

@@ -263,7 +263,7 @@ def _update(record: RunTimes, *, take_s: float, step_s: float, most_s: float) ->
 
 
 def _delivery(record: RunTimes) -> tuple[float, float]:
-    """(from a group's last token to its outcome, from there to the trainer's work on it if the trainer waits for it)."""
+    """(seconds from a group's last token to its outcome, seconds from there to the trainer's work on it if the trainer waits for it)."""
     ended: dict[int, float] = {}
     for span in record.sample_spans:
         ended[span.group] = max(ended.get(span.group, 0.0), span.ended_s)

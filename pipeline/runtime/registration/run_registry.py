@@ -54,7 +54,7 @@ def make_key(run: str) -> bytes:
 
 
 def key_of(run: str, file: Path | None = None) -> bytes | None:
-    """The key in `file`, or this user's in the state directory; None if there is none. Raises `ConfigError`."""
+    """Return the run's key from `file`, else from this user's file in the state directory; None if there is none. Raises `ConfigError`."""
     if file is not None:
         return read_key(file)
     path = key_path(run)

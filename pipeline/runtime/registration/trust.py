@@ -219,7 +219,7 @@ def adopt_run(log: Log, run: str) -> None:
 
 
 def _record(log: Log, run: str) -> tuple[RunRecord, str]:
-    """The run's record and its topic: the run's own, or its ledger, which users of other runs cannot write to.
+    """(the run's record, Kafka name of its topic): from the run's own topic, or from its ledger, which users of other runs cannot write to.
 
     For a run of an earlier release whose trainer has never started it comes from the register.
     """

@@ -95,7 +95,7 @@ class ClientLog(logging.Handler):
         """(logger, text without numbers) -> time of the last printed warning, and number of those since."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass a warning on, unless one that differs only in numbers was passed on within `EVERY_S`: such are counted."""
+        """Pass a warning on; one that differs only in numbers from a warning of the last `EVERY_S` is only counted."""
         cause = record.exc_info[1] if record.exc_info else None
         text = " ".join(f"{record.getMessage()}{f': {type(cause).__name__}: {cause}' if cause else ''}".split())
         key, now = (record.name, _NUMBERS.sub("", text)), time.monotonic()
