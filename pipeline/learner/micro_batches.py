@@ -248,7 +248,7 @@ class MicroBatcher:
         return size > self.token_budget
 
     def _even(self, rows: Sequence[TokenSequence]) -> list[MicroBatch]:
-        """Divide the last sequences of a step into one micro-batch per rank, or fewer of one sequence; the largest is as small as possible."""
+        """Divide the last sequences of a step into one micro-batch per rank, or fewer of one each; the largest is as small as possible."""
         low, high = 1, self.token_budget
         while high - low > self.token_budget // 64:
             middle = (low + high) // 2
