@@ -282,7 +282,11 @@ class Trainer:
         if waited > self._look_s:
             self._look_s = 2 * waited
             self.writer.repair_newest()
-        self._check_drops()
+        if (passed := self.drops.passed(steps_done=self.policy.steps_done)) is not None:
+            reason, solved = passed
+            if not solved:  # an error, so that the run can be resumed once its cause is corrected
+                self._stop_run(reason)
+            self.arrivals.end_reason = reason
         reporter.status()
         return not self.session.stop.is_set() and self.arrivals.end_reason is None
 
@@ -295,16 +299,6 @@ class Trainer:
             self.arrivals.inbox.drop_causes["stale"] += len(stale)
             self.session.reporter.add("stale_groups", len(stale))
             stale.clear()
-
-    def _check_drops(self) -> None:
-        """End the run if too many groups are dropped: as finished if the task is solved, else with an error, so that it can be resumed."""
-        passed = self.drops.passed(steps_done=self.policy.steps_done)
-        if passed is None:
-            return
-        reason, solved = passed
-        if not solved:
-            self._stop_run(reason)
-        self.arrivals.end_reason = reason
 
     def _stop_run(self, reason: str) -> NoReturn:
         """Register the run as stopped, and raise `Unrecoverable`, so that an operator can resume it."""
