@@ -47,9 +47,9 @@ def _snapshot(name: str) -> Path:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=FILES))
     except Exception as error:  # the library reads the network and a cache: its errors have no common type
         if type(error).__name__.startswith("LocalEntry"):
-            here = " `penstock model smollm2 DIR` creates this model offline;" if repository.endswith("/SmolLM2-135M-Instruct") else ""
-            fix = f"{here} or run `hf download {repository}` on a machine with network access"
-            raise BackendError(f"model.path: {name} is not in the local cache and the hub cannot be reached;{fix}") from error
+            here = "`penstock model smollm2 DIR` creates this model offline; or " if repository.endswith("/SmolLM2-135M-Instruct") else ""
+            fix = f"{here}run `hf download {repository}` on a machine with network access"
+            raise BackendError(f"model.path: {name} is not in the local cache and the hub cannot be reached; {fix}") from error
         reason = " ".join(str(error).split())[:200]
         raise BackendError(
             f"model.path: cannot get {name} from the cache or the hub ({type(error).__name__}: {reason}); "

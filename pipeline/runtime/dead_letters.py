@@ -102,7 +102,7 @@ class Attempts:
         self._page[0] = 0
 
     def _save(self) -> None:
-        """Replace the file with the number of crashes by record; one that cannot be written is not."""
+        """Write the number of crashes by record to the file; ignored if that is impossible."""
         if self._counts is None:
             return
         unfinished = self._counts.with_name(f"{self._counts.name}.tmp")

@@ -312,7 +312,7 @@ _FULL = bytearray(b"\xff" * (PAGE_BITS // 8))
 
 @dataclass(slots=True)
 class IdSet:
-    """A growing set of integers, which uses one bit for each, and none for a full page of numbers after the first pages."""
+    """A growing set of integers, one bit each; of the pages that are full, from 0 on, only the number is stored."""
 
     _full: int = 0
     """Number of full pages from 0 on."""
@@ -357,7 +357,7 @@ class IdSet:
         return ids
 
     def _free_full_pages(self) -> None:
-        """Replace full pages that follow the first ones by their number."""
+        """Drop the first stored pages as long as they are full, and count them."""
         while self._pages.get(self._full) == _FULL:
             del self._pages[self._full]
             self._full += 1

@@ -63,8 +63,7 @@ def kind_of(use: str) -> str:
 
 
 def split(use: str, seconds: float) -> dict[str, float]:
-    """Divide the seconds since the last count, in which a worker's time had this use, into uses: a waiting loop that counts each second,
-    but did not for over `SUSPENDED_S`, was suspended with its process.
+    """Use -> seconds of the time since the last count. A loop that counts every second, but has not for a minute, was suspended meanwhile.
 
     Example:
         split("no_group", 75.0)  # -> {"no_group": 1.0, "suspended": 74.0}
