@@ -148,7 +148,10 @@ class RewardScale:
 
     @classmethod
     def of(cls, functions: Sequence[str], weights: Sequence[float] | None = None, *, by_source: Collection[str] = ()) -> Self:
-        """The scale before any reward is seen; empty unless every function has a fixed range, and the same for all sources."""
+        """The range of the weighted sum of built-in reward functions, before any reward is seen.
+
+        Empty if a function has no fixed range, or if data sources have functions of their own (`by_source`).
+        """
         scale = cls()
         if functions and not by_source and all(name in RANGES for name in functions):
             factors = weights or [1.0] * len(functions)

@@ -145,9 +145,10 @@ def slot_of(*, admitted: int, dropped: int) -> int:
 
 
 def min_version(schedule: Schedule, *, slot: int, newest_version: int) -> int:
-    """Oldest policy version under which a group for this slot may be generated: max(0, round(slot) - max_lag).
+    """Oldest policy version under which a group may be generated: max(0, round - max_lag), with round = floor(slot / (U·S)).
 
-    The s extra groups of a round have slots of the next one, whose version is not published: they start under the newest.
+    `slot` is the group's position among the trained groups. The s extra groups of a round have slots of the next one, whose version is not
+    published: they start under the newest.
     """
     return max(0, min(slot // schedule.round_groups - schedule.max_lag, newest_version))
 

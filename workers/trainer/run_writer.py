@@ -92,7 +92,7 @@ class Checkpointer:
             self._stalled_s += time.monotonic() - waiting
 
     def finish(self, *, wait: bool = True) -> None:
-        """Record the checkpoint being written in the ledger and rename it; without `wait`, only if its files are durable.
+        """Complete the checkpoint being written, if any: commit its ledger entry and rename its folder; without `wait`, only if on disk.
 
         Raises `CheckpointError` if it could not be written.
         """

@@ -229,7 +229,7 @@ def rows_of(config: Config) -> list[Row]:
 
 
 def generate(config: Config, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Up to `SAMPLES` samples of each of the first rows from the run's engine, in a child process with these environment variables.
+    """Generate up to `SAMPLES` samples of each of the first rows with the run's engine, in a child process with this environment.
 
     Returns `samples`: row, prompt, completion, token_ids and finish of each; `load_s`, `generate_s`, `training_s`. Raises `PenstockError`.
     """

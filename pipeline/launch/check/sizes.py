@@ -101,7 +101,7 @@ class Growth:
         return math.ceil(schedule.prompts_per_step * (GROUP_BYTES + schedule.samples_per_prompt * (SAMPLE_BYTES + TOKEN_BYTES * tokens)))
 
     def weights(self, steps: int) -> int:
-        """Bytes of the topic `weights` after so many steps."""
+        """Bytes of the topic `weights` on disk after so many steps, without what was deleted."""
         chosen, versions = self.config.weights, versions_of(steps, steps_per_version=self.config.schedule.steps_per_version)
         undeleted = chosen.partitions * self.config.weight_segment_bytes  # disk is freed by whole segments
         if self.adapters is not None:
