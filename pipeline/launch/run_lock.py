@@ -33,7 +33,7 @@ STOP_LIMIT_S = 30.0
 def attending(directory: Path, run: str) -> Iterator[tuple[str, frozenset[str]]]:
     """In the block, be the only launcher of this run on this machine; raises `PenstockError` while there is another one.
 
-    Yields this launcher's token and that of the one before it on this machine, which has exited.
+    Yields (this launcher's token, tokens of the launcher before it on this machine, which has exited), for the launcher's lease.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK).open("a+", encoding="utf-8") as file:

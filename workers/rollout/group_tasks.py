@@ -144,7 +144,7 @@ class GroupTask:
                 yield sample, pending.offset(0.0)
 
     def note(self, sample: int, offset: int) -> None:
-        """Record that a sample is in the log; completed samples beyond K are dropped, the highest first."""
+        """Record that a sample is at this offset of `rollouts`, so that completed samples beyond K are dropped, the highest first."""
         self.published.setdefault(sample, offset)
         self.completed.pop(sample, None)
         surplus = len(self.published.keys() | self.sent.keys()) + len(self.completed) - self.prompt.samples_per_prompt
@@ -196,7 +196,7 @@ class GroupTasks:
         self.partitions[partition] = OwnedPartition(position=offset, inherited_end=inherited_end, rollouts_end=rollouts_end)
 
     def add(self, record: Record, prompt: Prompt) -> bool:
-        """Queue a prompt; False if it repeats a group that was delivered before."""
+        """Queue the prompt in a record, unless its partition is not owned; False if it repeats a group that was delivered before."""
         owned = self.partitions.get(record.partition)
         if owned is None:
             return True

@@ -107,7 +107,10 @@ def look(
     answer_field: str | None,
     notify: Callable[[str], None] = lambda _: None,
 ) -> Inputs:
-    """Read model, data and reward, with paths relative to `base`. Raises `ConfigError` or `ValueError` as `propose` does."""
+    """Collect the facts about model, data, reward and this machine from which a configuration follows; paths are relative to `base`.
+
+    Raises `ConfigError` or `ValueError` as `propose` does.
+    """
     folder = model_folder(local_model(model) if is_hub_name(model) else base / Path(model).expanduser())
     source = absolute_source(data, base)
     names = open_dataset(source, prompt_field="", answer_field="").names

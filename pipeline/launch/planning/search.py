@@ -88,7 +88,10 @@ class Plan:
 
 
 def search(cluster: Cluster) -> Plan:
-    """Simulate splits, modes and step sizes. Raises `ValueError` if no candidate runs."""
+    """Find the fastest split, mode and step size by simulation; return it with the candidates that it is compared with.
+
+    Raises `ValueError` if a simulation deadlocks.
+    """
     first = min(cluster.step_sizes, key=lambda size: abs(size - FIRST_STEP_SIZE))
     rough = max(_modes(cluster, prompts_per_step=first), key=_speed)
     by_size = [simulated(cluster, mode=rough.mode, generating=rough.generating, prompts_per_step=size) for size in cluster.step_sizes]

@@ -243,7 +243,7 @@ class Reporter:
         self.send(kind="status", values=self.numbers(), labels=self.labels)
 
     def _print_activity(self) -> None:
-        """Print the activity if it has changed since the last printed one."""
+        """Print the activity if it differs from the last printed one, at most every `PRINT_EVERY_S`."""
         now, doing = time.monotonic(), self.labels.get("doing", "")
         if doing != self._printed and now - self._printed_s >= PRINT_EVERY_S:
             self._printed, self._printed_s = doing, now

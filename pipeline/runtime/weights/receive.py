@@ -41,7 +41,7 @@ def read_ends(log: Log, run: str, state: LedgerState) -> dict[Partition, int]:
 
 
 def _read_ledger(log: Log, at: Partition, state: LedgerState) -> int:
-    """Apply the last part of the ledger; returns the offset from which to follow it."""
+    """Apply the last entries of the ledger to `state`; return the offset from which to follow it: its start if it is short."""
     start, end = log.beginning_offsets([at])[at], log.end_offsets([at])[at]
     if end - start > 2 * NEAR:
         records = list(between(log, at, end - NEAR, end, fetch_bytes=FETCH_BYTES))
@@ -53,7 +53,10 @@ def _read_ledger(log: Log, at: Partition, state: LedgerState) -> int:
 
 
 def _read_manifests(log: Log, at: Partition, state: LedgerState) -> int:
-    """Apply the first manifests and the last ones; returns the offset from which to follow them."""
+    """Apply the manifests of version 0 and of the newest version's chain to `state`; return the offset from which to follow them.
+
+    That is the start, and nothing is applied, if there are few manifests or the chain is not complete at the end.
+    """
     start, end = log.beginning_offsets([at])[at], log.end_offsets([at])[at]
     span, ledger_state = NEAR, LedgerState(state.run)
     _apply(ledger_state, list(between(log, at, start, min(end, start + FIRST), fetch_bytes=FETCH_BYTES)))
