@@ -68,7 +68,8 @@ class Checked:
 def check(config: Config, *, tell: Tell, samples: bool, here: bool = True, notify: Callable[[str], None] = lambda _: None) -> Checked:
     """Try everything that can fail in a run with this configuration; return the findings, the run's info and the samples.
 
-    `tell` receives each finding as (name, text) at once; with `samples` the engine generates and the reward scores those of a step. `here` is false if the workers run on other machines: this one need not have their GPUs, engine and disk.
+    `tell` receives each finding as (name, text) at once; with `samples` the engine generates and the reward scores those of a step. `here`
+    is false if the workers run on other machines: this one need not have their GPUs, engine and disk.
     Raises `ConfigError`: a setting that this machine, the model or the data cannot do. Raises `PenstockError`: data, model, reward, engine,
     disk or a GPU's memory cannot be used.
     """
