@@ -145,7 +145,7 @@ def _field(what: str, column: str | None, usual: Sequence[str], names: Sequence[
 
 
 def _texts(reference: Any) -> tuple[str, ...]:
-    """The texts that count as right for a reference answer; for a value of an unusual form, that as text."""
+    """The texts that count as right by a reference; for a value of an unusual form, that as text."""
     try:
         return accepted(reference)
     except InvalidReference:
