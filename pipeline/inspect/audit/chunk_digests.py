@@ -104,27 +104,27 @@ class LatestVersion:
             return self.version != 0 and self.origin is None
         return manifest.encoding == "delta" and self.version != manifest.base_version
 
-    def recompute(self, manifest: Manifest, pieces: Iterator[memoryview]) -> str:
+    def recompute(self, manifest: Manifest, chunks: Iterator[memoryview]) -> str:
         """Apply a full snapshot, a delta on the latest version or an adapter on version 0, and return its digest. Raises `ValueError`."""
         if manifest.encoding == "delta":
             assert self.version == manifest.base_version
             self.version = None
-            weight_delta.apply(b"".join(pieces), self.data)
+            weight_delta.apply(b"".join(chunks), self.data)
         elif manifest.encoding == "adapter":
             if self.origin is None:
                 assert self.version == 0
                 self.origin = _mapped_file(len(self.data))
                 self.origin[:] = self.data
             self.version = None
-            weight_adapter.apply(b"".join(pieces), self.origin, self.data)
+            weight_adapter.apply(b"".join(chunks), self.origin, self.data)
         else:
             self.allocate(manifest)
             start = 0
-            for piece in pieces:
-                if start + len(piece) > len(self.data):
+            for chunk in chunks:
+                if start + len(chunk) > len(self.data):
                     raise ValueError("the chunks have more bytes than the manifest lists")
-                self.data[start : start + len(piece)] = piece
-                start += len(piece)
+                self.data[start : start + len(chunk)] = chunk
+                start += len(chunk)
         assert self.layout is not None
         recomputed = digest(self.layout, iter([self.data] if self.data else ()), tree=manifest.digest.startswith(TREE))
         self.version = manifest.version
@@ -144,12 +144,12 @@ def _recompute(manifest: Manifest, cursors: dict[int, Cursor], facts: Facts, lat
     if any(facts.deleted(RecordId("weights", *position)) for position in positions) or latest.lacks_base(manifest):
         return Recomputed(None, None, released=True)
     try:
-        return Recomputed(latest.recompute(manifest, _pieces(positions, cursors)), None)
+        return Recomputed(latest.recompute(manifest, _chunks_at(positions, cursors)), None)
     except ValueError as error:
         return Recomputed(None, str(error))
 
 
-def _pieces(positions: Sequence[tuple[int, int]], cursors: dict[int, Cursor]) -> Iterator[memoryview]:
+def _chunks_at(positions: Sequence[tuple[int, int]], cursors: dict[int, Cursor]) -> Iterator[memoryview]:
     """Yield the data of the chunks at these (partition, offset). Raises `ValueError` for a chunk that cannot be read."""
     for partition, offset in positions:
         data = cursors[partition].at(offset) if partition in cursors else None
@@ -158,19 +158,19 @@ def _pieces(positions: Sequence[tuple[int, int]], cursors: dict[int, Cursor]) ->
         yield memoryview(data)
 
 
-def digest(manifest: Manifest, pieces: Iterator[memoryview], *, tree: bool) -> str:
+def digest(manifest: Manifest, chunks: Iterator[memoryview], *, tree: bool) -> str:
     """Compute the digest of tensors from their concatenated bytes: BLAKE3 if `tree`, else SHA-256. Raises `ValueError` for a wrong size."""
-    hasher, piece = blake3(max_threads=blake3.AUTO) if tree else hashlib.sha256(), memoryview(b"")
+    hasher, chunk = blake3(max_threads=blake3.AUTO) if tree else hashlib.sha256(), memoryview(b"")
     for name, dtype, shape in sorted(zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)):
         size = math.prod(shape) * _item_bytes(dtype)
         hasher.update(f"{len(name)}:{name};{dtype};{','.join(map(str, shape))};{size};".encode())
         while size:
-            piece = piece or next(pieces, memoryview(b""))
-            if not piece:
+            chunk = chunk or next(chunks, memoryview(b""))
+            if not chunk:
                 raise ValueError(f"the chunks lack {size} bytes of tensor {name!r}")
-            hasher.update(piece[:size])
-            size, piece = size - len(piece[:size]), piece[size:]
-    if piece or next(pieces, None) is not None:
+            hasher.update(chunk[:size])
+            size, chunk = size - len(chunk[:size]), chunk[size:]
+    if chunk or next(chunks, None) is not None:
         raise ValueError("the chunks have more bytes than the tensors")
     return f"{TREE if tree else ''}{hasher.hexdigest()}"
 
@@ -197,7 +197,7 @@ class TopicDigests:
         """Partition -> number of records after its span."""
 
     def add(self, where: RecordId, record: Record) -> None:
-        """Add the next record of a partition."""
+        """Add the next record of a partition to the partition's digest."""
         name, offset = f"{where.topic}/{where.partition}", where.offset
         first, end = (0, offset + 1) if self._spans is None else self._spans.get(name, (0, 0))
         if where.topic not in TOPICS or offset < first:

@@ -338,7 +338,7 @@ _FOLDS: dict[str, Callable[[Collector, Record, RecordId], None]] = {
 
 
 def _digest(sha256: str) -> bytes:
-    """Convert a hexadecimal digest to bytes; zeros if it is empty."""
+    """Convert a hexadecimal SHA-256 to bytes; zeros for any other text."""
     with contextlib.suppress(ValueError):
         if len(digest := bytes.fromhex(sha256)) == 32:
             return digest

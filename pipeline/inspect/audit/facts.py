@@ -307,7 +307,7 @@ class Facts:
         self.tables.execute(LIFECYCLES, {"deleted_below": deleted_below, "outcomes_deleted": bool(self.truncated("groups"))})
 
     def _slot_limit(self, partition: tuple[str, int], table: str) -> int:
-        """Return the first slot of which certainly nothing in a partition was deleted.
+        """Return the first slot from which on nothing in a partition can have been deleted.
 
         With order `submission`, no group after the first retained one was trained when that record was written, so only a limited number of
         slots were admitted then. With order by arrival, any number of groups may have overtaken the first retained one.

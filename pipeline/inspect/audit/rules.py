@@ -82,7 +82,7 @@ class Terms:
 
 
 def terms_of(config: Mapping[str, Any], info: Mapping[str, Any]) -> Terms:
-    """Extract the numbers from a run's configuration and registration info. Raises `Unreadable`."""
+    """Return the numbers on which the schedule depends, from a run's configuration and registration info. Raises `Unreadable`."""
     try:
         schedule = config["schedule"]
         max_lag = schedule["max_lag"]

@@ -222,7 +222,7 @@ def why(history: GroupHistory) -> str:
 
 
 def _why(history: GroupHistory) -> str:
-    """Return the reason of the group's status as a clause."""
+    """Return the reason of the group's status as a clause, without regard to deleted records."""
     run, step = history.run, history.step
     match history.status:
         case "trained" if step is not None:

@@ -29,7 +29,7 @@ def true(facts: Facts) -> Iterator[Violation]:
 
 @check("letters-once", "no process writes two dead letters for a record", dead_letters=lambda facts: len(facts.dead_letters))
 def once(facts: Facts) -> Iterator[Violation]:
-    """A restarted worker may write another dead letter for the same record."""
+    """Yield second dead letters of a process about one record; a restarted worker may write another one."""
     firsts: dict[tuple[RecordId, str], DeadLetterFact] = {}
     if facts.truncated("metrics"):
         return  # the processes of a worker name are unknown
@@ -48,7 +48,7 @@ def _processes(facts: Facts, dead_letter: DeadLetterFact) -> int:
 
 @check("accounted", "an unusable record has its dead letter", unusable_records=lambda facts: len(facts.unusable))
 def accounted(facts: Facts) -> Iterator[Violation]:
-    """A missing dead letter is a violation only if the log proves that the reader has read past the record."""
+    """Yield unusable records without a dead letter, if the log proves that their reader has read past them."""
     read_up_to: dict[tuple[str, int], int] = {}
     for record in unaccounted(facts):
         topic, partition, offset = record.where

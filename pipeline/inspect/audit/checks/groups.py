@@ -12,7 +12,7 @@ from penstock.topics.wire.record import RecordId
 
 @check("one-outcome", "one outcome a group, all parts of it", outcomes="SELECT count(*) FROM outcomes")
 def one_outcome(facts: Facts) -> Iterator[Violation]:
-    """Identical repetitions of an outcome are duplicates, not violations."""
+    """Yield second outcomes of a group that are not identical repetitions, and outcomes of which parts are missing."""
     query = """
         SELECT group_id, o.body = outcome_body, l.outcome, outcome_partition, outcome_offset, o.partition, o.offset
         FROM outcomes o JOIN lifecycles l USING (group_id)
@@ -47,7 +47,7 @@ def partition(facts: Facts) -> Iterator[Violation]:
 
 @check("group-samples", "an outcome holds the first K samples as first recorded", samples=COUNTED)
 def samples(facts: Facts) -> Iterator[Violation]:
-    """A failed or abandoned group must have no samples in its outcome."""
+    """Yield outcomes whose samples are not the first K recorded ones; a failed or abandoned group must have none."""
     query = """
         SELECT group_id, o.partition, o.offset, o.outcome, numbers, expected, absent, differing, coalesce(l.partition, o.partition),
             coalesce(slot, 0) < slot_limit('rollouts', coalesce(l.partition, o.partition))
@@ -72,7 +72,7 @@ def samples(facts: Facts) -> Iterator[Violation]:
 
 @check("one-status", "every admitted group has exactly one final status", groups=PROMPTS)
 def one_status(facts: Facts) -> Iterator[Violation]:
-    """A group that was never admitted must have no final status."""
+    """Yield groups with several final statuses, or with one although they were never admitted or have no outcome."""
     query = """
         SELECT group_id, slot IS NULL, step, stale, outcome, outcome_partition, outcome_offset, outcome_deleted FROM lifecycles
         WHERE slot IS NULL OR step IS NOT NULL OR stale IS NOT NULL ORDER BY group_id
@@ -97,7 +97,7 @@ def one_status(facts: Facts) -> Iterator[Violation]:
     groups=lambda facts: sum(len(numbers) for origin in facts.terms.regraded for numbers in origin.groups),
 )
 def regraded(facts: Facts) -> Iterator[Violation]:
-    """Groups that are not regraded must name no parent run."""
+    """Yield groups that name a wrong parent run or are trained in a wrong step; groups that are not regraded must name none."""
     terms, any_regraded = facts.terms, bool(facts.terms.regraded)
     query = "SELECT group_id, partition, offset, parent FROM outcomes WHERE parent IS NOT NULL OR ? ORDER BY rowid"
     for group, *where, parent in facts.rows(query, any_regraded):

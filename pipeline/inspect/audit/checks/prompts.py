@@ -30,7 +30,7 @@ def numbers(facts: Facts) -> Iterator[Violation]:
 
 @check("prompt-arithmetic", "slot, oldest version and K follow from the schedule", prompts=PROMPTS)
 def arithmetic(facts: Facts) -> Iterator[Violation]:
-    """A group's slot is its number minus the groups dropped before its admission; the oldest allowed version follows from the slot."""
+    """Yield prompts with a wrong slot, oldest version or K. A slot is the group's number minus the groups dropped before its admission."""
     terms, before, droppable = facts.terms, 0, 0
     query = f"""
         SELECT group_id, partition, offset, slot, min_version, samples, {DROPPED} OR stale IS NOT NULL, outcome FROM lifecycles
@@ -60,7 +60,7 @@ def arithmetic(facts: Facts) -> Iterator[Violation]:
 
 @check("backpressure", "no prompt before the version that admits it", prompts=PROMPTS)
 def backpressure(facts: Facts) -> Iterator[Violation]:
-    """Prompts beyond the slots that the run's steps need must not be admitted either."""
+    """Yield prompts admitted before the version that admits them, or beyond the slots that the run's steps need."""
     terms, published = facts.terms, {fact.manifest.version: fact.manifest.created_ns for fact in reversed(facts.manifests)}
     needed_slots, comparable = terms.steps * terms.prompts_per_step + terms.oversample_groups, one_clock(facts)
     query = "SELECT group_id, slot, created_ns, partition, offset FROM lifecycles WHERE slot IS NOT NULL ORDER BY group_id"

@@ -42,7 +42,7 @@ def order(facts: Facts) -> Iterator[Violation]:
     entries=lambda facts: sum(fact.entry.previous is not None for fact in facts.entries),
 )
 def chain(facts: Facts) -> Iterator[Violation]:
-    """Only entries of earlier releases, before all others, may lack the digest of their predecessor."""
+    """Yield entries with a wrong digest of their predecessor; only entries of earlier releases, before all others, may have none."""
     for before, fact in zip((None, *facts.entries), facts.entries, strict=False):
         previous, expected = fact.entry.previous, before.sha256 if before and (fact.entry.previous or before.entry.previous) else None
         if previous != expected:
@@ -60,7 +60,7 @@ def _short(sha256: str | None) -> str:
     evaluations=lambda facts: sum(1 for _ in _listed_evaluations(facts)),
 )
 def evaluations(facts: Facts) -> Iterator[Violation]:
-    """An evaluation of which `metrics` has no record at all is no violation: it may have been lost with its worker."""
+    """Yield listed evaluations that `metrics` has otherwise; one that it has not at all may have been lost with its worker."""
     recorded = {evaluation.version for evaluation in facts.evaluations.values()}
     for fact, sha256, version in _listed_evaluations(facts):
         actual = facts.evaluations.get(sha256)
@@ -102,7 +102,7 @@ def numbers(facts: Facts) -> Iterator[Violation]:
     "ledger-end", "the ledger reaches what measurements, checkpoints and metrics.jsonl have seen", anchors=lambda facts: len(facts.anchors)
 )
 def reached(facts: Facts) -> Iterator[Violation]:
-    """An anchor is evidence outside the ledger that a number of steps was committed."""
+    """Yield anchors, which are evidence outside the ledger, of more committed steps than the ledger has."""
     done, last = len(facts.steps()), facts.entries[-1].where if facts.entries else None
     for anchor in facts.anchors:
         if anchor.steps > done:
@@ -130,7 +130,7 @@ _FIRST = "d.rowid = (SELECT min(rowid) FROM decided WHERE group_id = d.group_id 
     groups=lambda facts: _planned(facts) if facts.terms.order == "submission" else 0,
 )
 def submission(facts: Facts) -> Iterator[Violation]:
-    """With `schedule.order = submission`, a plan takes the lowest group that is neither trained nor dropped."""
+    """Yield plans that do not take the lowest group that is neither trained nor dropped, if `schedule.order = submission`."""
     if facts.terms.order != "submission":
         return
     admitted = facts.rows(f"SELECT group_id, stale, {DROPPED} FROM lifecycles WHERE slot IS NOT NULL ORDER BY group_id")

@@ -16,7 +16,7 @@ def _chunks(facts: Facts) -> int:
 
 @check("version-numbers", "versions 0 to n, one manifest each, written with its entry", versions=lambda facts: len(facts.manifests))
 def numbers(facts: Facts) -> Iterator[Violation]:
-    """A version's ledger entry must also follow the step that completes the version."""
+    """Yield versions with a wrong number, manifest or step; a version's ledger entry follows the step that completes the version."""
     manifests, entries = facts.first_manifests(), dict[int, EntryFact]()
     done = 0
     for fact in facts.entries:
@@ -87,7 +87,7 @@ def chunks(facts: Facts) -> Iterator[Violation]:
     versions=lambda facts: sum(version.digest is not None for version in facts.recomputed.values()),
 )
 def digests(facts: Facts) -> Iterator[Violation]:
-    """The base versions of a delta must also lead to a full snapshot."""
+    """Yield versions whose recomputed digest is another one, or whose base versions do not lead to a full snapshot."""
     manifests, broken = facts.first_manifests(), {violation.version for violation in chunks.rule(facts)}
     for version, fact in sorted(manifests.items()):
         recomputed = None if version in broken else facts.recomputed.get(version)
@@ -126,7 +126,7 @@ def _base_flaws(manifest: Manifest, manifests: Container[int], versions_below: i
     entries=lambda facts: sum(fact.entry.kind in ("step", "checkpoint", "run-closed") for fact in facts.entries),
 )
 def ends(facts: Facts) -> Iterator[Violation]:
-    """After a rebase at a step, the digest of the rebase is valid too."""
+    """Yield entries with another digest than that of their version or, after a rebase at their step, of the rebase."""
     versions = [fact.entry for fact in facts.entries if fact.entry.kind == "version"]
     published = {version.step or 0: version for version in versions}
     manifests = {fact.manifest.step: fact.manifest for fact in facts.first_manifests().values()}
