@@ -41,14 +41,10 @@ class OpenEnvServer:
 
 
 def open_server(address: str, options: Mapping[str, Any]) -> OpenEnvServer:
-    """Read the description of a server's environment.
+    """Read the description of the environment that a server at ws://HOST:PORT or wss://HOST:PORT has.
 
-    Args:
-        address: ws://HOST:PORT or wss://HOST:PORT.
-        options: `action`, `observation` (fields to use) and `timeout_s` (25 s if absent, below `environment.step_timeout_s`).
-
-    Raises:
-        PluginError: there is no response within 30 s, or a field does not exist.
+    `options` may name the fields `action` and `observation` to use, and `timeout_s` (25 by default; below `environment.step_timeout_s`).
+    Raises `PluginError` if there is no response within `CONNECT_S`, or a field does not exist.
     """
     source = f"openenv:{address}"
     if unknown := sorted(set(options) - {"action", "observation", "timeout_s"}):

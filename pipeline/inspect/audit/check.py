@@ -37,10 +37,9 @@ class Check:
 
 
 def check(name: str, promise: str, **counted: Callable[[Facts], int] | str) -> Callable[[Rule], Check]:
-    """Decorator that turns a generator of violations into a check. `counted` is `noun=count`: what is examined, and a function or SQL.
+    """Return a decorator that makes a `Check` of a generator of violations.
 
-    Example:
-        @check("plans", "offsets and SHA-256 of plans exist and match their groups", groups=_planned)
+    `counted` is one keyword, such as `groups=count`: a noun for what is examined, and a function or SQL query that counts it.
     """
     ((noun, count),) = counted.items()
     examined = (lambda facts: int(facts.value(count))) if isinstance(count, str) else count

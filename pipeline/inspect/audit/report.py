@@ -170,11 +170,7 @@ def audit(source: Source, anchors: Sequence[Anchor] = (), digests: TopicDigests 
 
 
 def summary(audited: Audit) -> str:
-    """Summarise an audit in one line.
-
-    Example:
-        summary(audited)  # -> "audit: clean, 96 groups, 12 steps, 7 versions, 0 duplicates, 0 dead letters"
-    """
+    """Summarise an audit in one line: "audit: clean, 96 groups, 12 steps, 7 versions, 0 duplicates, 0 dead letters"."""
     facts, broken = audited.facts, sum(len(result.violations) for result in audited.results)
     counts = [
         (facts.value("SELECT count(*) FROM lifecycles WHERE admitted"), "group"),

@@ -28,9 +28,5 @@ class Source(Protocol):
 
 
 def plain(topic: str, run: str) -> str:
-    """Remove the run id from a topic's name.
-
-    Example:
-        plain("demo-1.groups", "demo-1")  # -> "groups"
-    """
+    """Remove the run id from a topic's name: `plain("demo-1.groups", "demo-1")` is "groups"."""
     return topic if topic == RUNS_TOPIC else topic.removeprefix(f"{run}.")
