@@ -46,7 +46,7 @@ class Fault:
 
 
 def reach(name: str) -> None:
-    """Kill this process by SIGKILL if the environment variable names this point. Raises `ValueError` if it names no point."""
+    """Kill this process by SIGKILL if PENSTOCK_FAULT names this point and pass. Raises `ValueError` if it names no point."""
     fault = _configured()
     if fault is None:
         return
@@ -62,7 +62,7 @@ def reach(name: str) -> None:
 
 @cache
 def _configured() -> Fault | None:
-    """The fault in the environment, read when the first fault point is reached."""
+    """Return the fault in the environment, read when the first fault point is reached; None without one."""
     text = os.environ.get(VARIABLE)
     return None if text is None else parse(text)
 

@@ -45,12 +45,12 @@ def run_directory(run: str) -> Path:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that is complete or absent, private to its user under any umask and for any older file of that name."""
+    """Write a file at once, readable by its user only, under any umask and for any older file of that name."""
     write_complete(path, text, mode=0o600)
 
 
 def write_complete(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """Write a file that is complete or absent, with the permissions that the umask leaves of `mode`."""
+    """Write a temporary file and rename it, so that `path` is complete or absent; permissions are `mode` less the umask."""
     part = path.with_name(f".{path.name}.new")
     part.unlink(missing_ok=True)
     with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
@@ -68,7 +68,7 @@ def locked(file: int | IO[Any], how: int = fcntl.LOCK_EX) -> bool:
 
 
 def complete(file: IO[bytes], path: Path) -> None:
-    """Flush an open file to the disk, close it, and let it replace `path`."""
+    """Flush an open temporary file to the disk, close it, and rename it to `path`, so that `path` is never incomplete."""
     file.flush()
     os.fsync(file.fileno())
     file.close()
@@ -101,7 +101,7 @@ def writable(directory: Path) -> Path:
 
 @contextlib.contextmanager
 def new_directory(path: Path, *, holds: str) -> Iterator[Path]:
-    """Yield an empty directory that is renamed to `path` when the block ends, and deleted when it fails.
+    """Yield an empty directory that is renamed to `path` when the block ends, and deleted if the block raises.
 
     Its files get the permissions that the umask gives to a new one: safetensors makes its own readable by their user only.
 

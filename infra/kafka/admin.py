@@ -71,7 +71,7 @@ class Admin:
         self._counts: dict[str, int] = {}
 
     def connect(self) -> None:
-        """Create the client. Raises `LogUnreachable` within `unreachable_after_s`."""
+        """Create the admin client unless it exists. Raises `LogUnreachable` if no broker responds within `unreachable_after_s`."""
         with self._lock:
             if self._client is None:
                 edge.probe(self.connection)
@@ -86,7 +86,10 @@ class Admin:
                 self.cpu.watch(private_api.io_thread(client), "io_s")
 
     def request(self, what: str, call: Callable[[Any], T], timeout_s: float = 30.0) -> T:
-        """Send a request, retried while the cluster is unavailable. Raises `LogError` after `timeout_s`, not counting outages."""
+        """Return `call(client)`, repeated while the cluster is unavailable; `what` names the request in an error.
+
+        Raises `LogError` after `timeout_s`, not counting outages, and `LogUnreachable` after an outage of `give_up_s`.
+        """
         self.contact.reach(self.connect)
         wait, end = Wait(self.contact), time.monotonic() + timeout_s
         wait.start()
@@ -127,7 +130,7 @@ class Admin:
         return self._counts[topic]
 
     def ids(self, topics: Sequence[str]) -> dict[str, str]:
-        """Topic -> its current id, for the existing ones; clears their cached partition counts."""
+        """Return topic -> its topic id in the cluster now, without missing topics; also drops their cached partition counts."""
         for topic in topics:
             self._counts.pop(topic, None)
         return {name: described.id for name, described in self.describe(topics).items()}
@@ -142,7 +145,7 @@ class Admin:
                 raise LogError(f"topic {topic} has no partition {partition}; its partitions are 0 to {count - 1}")
 
     def describe(self, topics: Sequence[str]) -> dict[str, Described]:
-        """Topic -> its description, for the existing ones."""
+        """Return topic -> its id, partition count and smallest replica count, without missing topics. Raises `LogError`."""
         if not topics:
             return {}
         descriptions = {}
@@ -157,9 +160,9 @@ class Admin:
         return descriptions
 
     def create_topics(self, specs: Mapping[str, TopicSpec], *, copies: Copies = FOLLOWING) -> list[str]:
-        """Create missing topics. Raises `LogError` if an existing one has other partitions or settings.
+        """Create the missing topics; return one warning line for each existing topic with fewer replicas than `copies` requests.
 
-        Returns a line for each topic with fewer replicas than `copies` requests.
+        Raises `LogError` if an existing topic has other partitions or settings than its `TopicSpec`, or the cluster cannot hold new ones.
         """
         existing = self.describe(list(specs))
         missing = {name: spec for name, spec in specs.items() if name not in existing}
@@ -198,7 +201,7 @@ class Admin:
         ]
 
     def _replication(self, copies: Copies) -> tuple[int, dict[str, str]]:
-        """Replicas of a new topic on this cluster, and the setting for it. Raises `LogError` if they would lose records."""
+        """Return (replicas of a new topic, its setting `min.insync.replicas`). Raises `LogError` if `copies` does not fit the cluster."""
         brokers = len(self.brokers())
         try:
             replicas, in_sync = copies.on(brokers)
@@ -218,7 +221,7 @@ class Admin:
         ]
 
     def _differences(self, specs: Mapping[str, TopicSpec], existing: Mapping[str, Described]) -> list[str]:
-        """One line for each existing topic whose partitions or settings are not as specified."""
+        """Return one line for each existing topic whose partition count or settings differ from its `TopicSpec`."""
         resources, lines = [ConfigResource(ConfigResourceType.TOPIC, name, None) for name in specs], list[str]()
         if not specs:
             return lines
@@ -248,7 +251,7 @@ class Admin:
             time.sleep(0.05)
 
     def offsets(self, partitions: Iterable[Partition], *, end: bool, committed: bool, time_ms: int | None = None) -> dict[Partition, int]:
-        """First offset of each partition, or with `end` the next one; with `committed`, the end is the start of the first open transaction.
+        """Return each partition's first offset, or with `end` its end offset: if `committed`, at most the start of an open transaction.
 
         With `time_ms`, the offset of the first record with that timestamp or a later one, -1 if there is none.
         """
@@ -280,7 +283,7 @@ class Admin:
         return Holder(described.producer_id, described.producer_epoch)
 
     def weaknesses(self) -> list[Weakness]:
-        """Settings without groups or transactions, and those with which one lost broker loses acknowledged records. Raises `LogError`."""
+        """List settings that disable groups or transactions, or let one lost broker lose acknowledged records. Raises `LogError`."""
         brokers = self.brokers()
         if len(brokers) == 1:
             return self._impossible(brokers)
@@ -301,7 +304,7 @@ class Admin:
         return problems
 
     def _impossible(self, brokers: Sequence[int]) -> list[Weakness]:
-        """Internal topics that the cluster cannot make: without them it refuses groups or transactions for ever, as if it were loading."""
+        """List Kafka's internal topics whose configured replicas exceed the brokers: without them groups or transactions never work."""
         broker = str(brokers[0])
         resource = ConfigResource(ConfigResourceType.BROKER, broker, None)
         try:
@@ -324,7 +327,7 @@ class Admin:
         ]
 
     def take_spare(self) -> Any:
-        """A connected consumer without partitions; None if there is none."""
+        """Return the connected, idle consumer that a closed tail has left for reuse; None if there is none."""
         with self._lock:
             spare, self._spare = self._spare, None
         if spare is None or private_api.connected(spare):
@@ -353,7 +356,7 @@ class Admin:
 
 
 def _fits(key: str, actual: str | None, expected: str) -> bool:
-    """True if a setting of an existing topic loses and refuses no record of ours."""
+    """Return True if an existing topic's setting suits the expected value: with it, the topic neither loses nor refuses our records."""
     if key in _LEAST:
         return int(actual or 0) >= int(expected)
     return key in _ANY or (key, actual) == ("compression.type", "producer") or set((actual or "").split(",")) == set(expected.split(","))

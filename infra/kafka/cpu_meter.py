@@ -20,7 +20,7 @@ class CpuCosts:
 
     @contextmanager
     def count(self, kind: Kind) -> Iterator[None]:
-        """Count the CPU time that this thread spends in the block."""
+        """Add the CPU time that this thread spends in the block to the total of `kind`."""
         start = time.thread_time()
         try:
             yield
@@ -29,7 +29,7 @@ class CpuCosts:
                 self._seconds[kind] += time.thread_time() - start
 
     def watch(self, thread: threading.Thread, kind: Kind) -> None:
-        """Count the CPU time of a running thread, from its start."""
+        """Include all CPU time of a running thread, from its start, in the total of `kind`."""
         with self._lock:
             self._threads[thread] = kind
 

@@ -1,4 +1,4 @@
-"""Checks that the client lacks while it reads: for damaged offset ranges that the operator had readers skip, and for deleted topics."""
+"""Checks that the client lacks while it reads: for damaged offset ranges marked by `penstock topics skip`, and for deleted topics."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,7 @@ ReadDeadLetters = Callable[[str], Sequence[Record]]
 
 
 def skip_damaged(consumer: Any, read_dead_letters: ReadDeadLetters) -> bool:
-    """Move a consumer past each skipped range it is in; returns False if it is in none."""
+    """Seek past each damaged offset range at the consumer's position that `penstock topics skip` marked; return True if one was passed."""
     positions = {(tp.topic, tp.partition): private_api.position(consumer, tp) for tp in consumer.assignment()}
     moved = False
     for run in {topic.partition(".")[0] for topic, _ in positions}:
@@ -39,7 +39,7 @@ def _read(read_dead_letters: ReadDeadLetters, topic: str) -> Sequence[Record]:
 
 
 def first_readable(log: Log, tail_from: Callable[[int], Tail], partition: Partition, offset: int) -> int:
-    """Return the first offset from `offset` on that is not damaged, by tails that stop at damage."""
+    """Return the first offset from `offset` on that is not damaged; `tail_from(offset)` opens a tail that raises `Damaged`."""
     end = log.end_offsets([partition], committed=False)[partition]
     damaged, step = offset - 1, 1
     while not _readable(log, tail_from, partition, min(end, damaged + step)):
@@ -70,7 +70,7 @@ DOUBT_S = 3.0
 
 
 class TopicIds:
-    """Ids that one reader's topics had when it first saw them; for one thread."""
+    """Detects that a reader's topics were deleted or replaced, by the topic ids when it first saw them; for one thread."""
 
     def __init__(self, admin: Admin) -> None:
         self._admin = admin
@@ -83,7 +83,7 @@ class TopicIds:
             self._first.setdefault(topic, None)
 
     def check(self, consumer: Any, *, idle: bool) -> None:
-        """Compare with the client's metadata after a poll. Raises `LogError` if an idle topic was deleted or replaced."""
+        """Compare the ids with the client's metadata, after each poll. Raises `LogError` if an idle topic was deleted or replaced."""
         if not idle and None not in self._first.values():
             return
         doubtful = False
@@ -100,7 +100,7 @@ class TopicIds:
             self.verify()
 
     def verify(self) -> None:
-        """Compare with the cluster. Raises `LogError` if a topic was deleted, or deleted and created again."""
+        """Compare the ids with the cluster's. Raises `LogError` if a topic was deleted, or deleted and created again."""
         ids = self._admin.ids(list(self._first))
         for topic, first in self._first.items():
             if topic not in ids:

@@ -1,6 +1,6 @@
 """Finds and ends open transactions that the cluster has lost.
 
-One in Kafka's topic of group offsets hides the start offset from the next owner of a partition.
+Such a transaction in `__consumer_offsets` hides the committed offset of a partition from its next owner.
 """
 
 import time

@@ -72,6 +72,7 @@ class Buffer:
             self._change.notify_all()
 
     def revoke(self) -> None:
+        """Drop the waiting records and commits of all owned partitions and queue `Revoked`; no effect if no assignment was queued."""
         with self._change:
             if not self._owned and not any(isinstance(event, Assigned) for event in self._events):
                 return
@@ -224,6 +225,7 @@ class KafkaMember:
     # The methods below run on the polling thread.
 
     def _join(self) -> Any:
+        """Return a new consumer, subscribed to the topics, which calls `on_assigned` and `on_revoked` at each rebalance."""
         # Range assigns equal partition numbers of topics with equal counts to one member; sticky assignors do not.
         assignor = RangePartitionAssignor() if self._pools is None else PoolAssignor(self._pools)
         membership = settings.membership(self._session_s, assignor)
@@ -232,6 +234,7 @@ class KafkaMember:
         return consumer
 
     def _run(self) -> None:
+        """Poll until `close`; a Kafka error replaces the consumer, any other is raised by the user's next `take`."""
         try:
             while not self._closing:
                 try:
@@ -249,6 +252,7 @@ class KafkaMember:
             reading.close_consumer(self._consumer, self._costs, 2.0)
 
     def _turn(self) -> None:
+        """Poll once and queue the records; deliver a new assignment, resend failed commits, and check that a join completes."""
         full = self._buffer.full
         self._hold(full)
         records = reading.poll(
@@ -303,6 +307,7 @@ class KafkaMember:
             self._consumer.resume(*partitions)
 
     def _send_commits(self, offsets: dict[Any, Any]) -> None:
+        """Send a commit without waiting; its outcome is recorded in the buffer."""
         if offsets:
             sent = {reading.partition_of(tp): (value.offset, value.metadata) for tp, value in offsets.items()}
             future = private_api.commit_soon(self._consumer, offsets)

@@ -83,6 +83,7 @@ class Contact:
         threading.Thread(target=self._report_outages, daemon=True, name="log-contact").start()
 
     def _report_outages(self) -> None:
+        """Run in a thread until `close`: report an outage after `REPORT_AFTER_S`, once, and the first response after it."""
         since: float | None = None
         checked = time.monotonic()
         while not self._closed.wait(_CHECK_EVERY_S):

@@ -103,6 +103,7 @@ def _has_token(security: Mapping[str, Any]) -> bool:
 
 
 def common(connection: Connection) -> dict[str, Any]:
+    """Settings of every kafka-python client: addresses, credentials, and limits of reconnections and requests."""
     security = connection.credentials()
     return {
         "bootstrap_servers": [server.strip() for server in connection.bootstrap.split(",")],
@@ -225,13 +226,14 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
 
     @staticmethod
     def _checked(text: str, source: object) -> str:
+        """Return the token without surrounding space. Raises `LogError` if `text` is empty or several words."""
         if not (token := text.strip()) or any(character.isspace() for character in token):
             raise LogError(f"{source} returned no OAuth token")
         return token
 
 
 def expires_s(token: str) -> float | None:
-    """The claim `exp` of a JSON web token; None if it has none."""
+    """Return the expiry time of a JSON web token (claim `exp`), in seconds since the epoch; None if it has none."""
     try:
         payload = token.split(".")[1]
         return float(json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))["exp"])

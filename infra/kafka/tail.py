@@ -62,10 +62,10 @@ def close_consumer(consumer: Any, costs: CpuCosts, timeout_s: float) -> None:
 def poll(
     consumer: Any, timeout_s: float, max_records: int, *, read_dead_letters: ReadDeadLetters | None = None, ids: TopicIds | None = None
 ) -> list[Record]:
-    """Return records, in offset order within each partition; possibly none, even before `timeout_s` or because of an outage.
+    """Poll once; return the records in offset order within each partition, possibly none, even before `timeout_s` or because of an outage.
 
-    Raises `LogError` if the broker refuses, `RecordMissing` if the next record was deleted or lost, and `Damaged` for an unreadable
-    one, unless the dead letters tell readers to skip it. With `ids`, also `LogError` if a topic was deleted or replaced.
+    Raises `LogError` if the broker refuses, `RecordMissing` if the next record was deleted or lost, and `Damaged` for an unreadable one,
+    unless the dead letters let readers skip it. With `ids`, also `LogError` if a topic was deleted or replaced.
     """
     start = time.monotonic()
     records: list[Record] = []
@@ -188,6 +188,7 @@ class KafkaTail:
         return offsets
 
     def _assign(self, offsets: Mapping[Partition, int]) -> None:
+        """Read these partitions too, from these offsets; moves those that are read already."""
         self._ids.add(topic for topic, _ in offsets)
         read = self._consumer.assignment()
         self._consumer.assign([*read, *(TopicPartition(*partition) for partition in offsets if TopicPartition(*partition) not in read)])
@@ -200,9 +201,9 @@ class KafkaTail:
         self._assign(self._resolve(partitions))
 
     def poll(self, timeout_s: float, *, max_records: int = 500) -> list[Record]:
-        """Records that arrive within `timeout_s`, in offset order within each partition; possibly none.
+        """Return records that arrive within `timeout_s`, in offset order within each partition; possibly none.
 
-        Raises `LogUnreachable` after an outage of the log's `give_up_s`.
+        Raises `LogUnreachable` after an outage of the log's `give_up_s`, and the errors of the function `poll`.
         """
         with self._costs.count("poll_s"):
             end = time.monotonic() + timeout_s
@@ -219,7 +220,7 @@ class KafkaTail:
             return records
 
     def read_to_end(self, timeout_s: float = 60.0, *, include_open: bool = False) -> list[Record]:
-        """Everything up to the current end offsets. Raises `LogError` after `timeout_s`, not counting outages.
+        """Return all records up to the end offsets at the time of the call. Raises `LogError` after `timeout_s`, not counting outages.
 
         With `include_open`, waits for the transactions that are open now and returns their records too.
         """
@@ -271,7 +272,7 @@ class KafkaTail:
         return {partition_of(tp): to_committed(offsets.get(tp)) for tp in partitions}
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Stop reading, within `timeout_s`; an idle client is left to the next tail of the log."""
+        """Stop reading, within `timeout_s`; an idle consumer is left to the next tail of this log."""
         consumer, self._consumer = self._consumer, None
         if consumer is not None and not (self._reusable and self._admin.keep_spare(consumer)):
             close_consumer(consumer, self._costs, timeout_s)
@@ -296,7 +297,7 @@ class OffsetReader:
         self._lock = threading.Lock()
 
     def read(self, partition: Partition, offsets: Sequence[int], *, timeout_s: float) -> list[Record]:
-        """Committed records at exactly these offsets, in this order. Raises `RecordMissing` with the missing offsets."""
+        """Return the committed records at exactly these offsets, in this order. Raises `RecordMissing` with the missing offsets."""
         records = self.fetch(partition, sorted(set(offsets)), timeout_s=timeout_s)
         missing = [offset for offset in offsets if offset not in records]
         if missing:
@@ -304,7 +305,7 @@ class OffsetReader:
         return [records[offset] for offset in offsets]
 
     def fetch(self, partition: Partition, offsets: Sequence[int], *, timeout_s: float) -> dict[int, Record]:
-        """Offset -> record, for these ascending offsets; those without a record are omitted."""
+        """Return offset -> committed record for these ascending offsets, without those that have none."""
         if not offsets:
             return {}
         deadline = time.monotonic() + timeout_s
@@ -331,7 +332,7 @@ class OffsetReader:
                     self._fetch_run(TopicPartition(*partition), run, into, deadline, patience_s)
 
     def _fetch_run(self, tp: Any, run: Sequence[int], into: dict[int, Record], deadline: float, patience_s: float | None) -> None:
-        """Read the records at the offsets of `run`; with `patience_s`, stops silently after it."""
+        """Add the records at the offsets of `run` to `into`; returns early after `patience_s`. Raises `LogError` at `deadline`."""
         offsets = set(run)
         patient_until = float("inf") if patience_s is None else time.monotonic() + patience_s
         self._reader.assign([tp])
@@ -353,7 +354,7 @@ class OffsetReader:
                 deadline = time.monotonic() + _AFTER_OUTAGE_S
 
     def _missing(self, partition: Partition, offsets: Sequence[int]) -> str:
-        """Text with the reason why these offsets have no record: deleted, or never written."""
+        """Return the text of an error: which of these offsets have no record because of deletion, and which were never written."""
         where, first = f"{partition[0]}/{partition[1]}", self._first(partition)
         deleted, never = [offset for offset in offsets if offset < first], [offset for offset in offsets if offset >= first]
         reasons = []

@@ -107,7 +107,7 @@ class KafkaProducerOfRecords:
             self._wait.start()
 
     def _append(self, outgoing: Outgoing) -> Any:
-        """Pass the record to the client; waits for the topic's metadata during an outage."""
+        """Pass the record to the client and return its future; waits for the topic's metadata during an outage. Raises `SendFailed`."""
         self._admin.require([(outgoing.topic, outgoing.partition)])  # waiting for a missing topic would never end
         deadline = time.monotonic() + self._give_up_s
         while True:
@@ -120,6 +120,7 @@ class KafkaProducerOfRecords:
                 raise SendFailed(f"cannot write to {outgoing.topic}/{outgoing.partition}: {edge.one_line(error)}") from error
 
     def _settle(self, size: int, failure: LogError | None) -> None:
+        """Account for a record that was acknowledged or has failed: free its bytes, and store the first failure for `check`."""
         if failure is None:
             self._wait.responded(more=True)
         elif self._failure is None:
@@ -229,7 +230,7 @@ class KafkaTransactions:
                 time.sleep(0.05)
 
     def _attempt(self, records: Sequence[Outgoing], offsets: Commits, member: Membership | None, deadline: float) -> list[int]:
-        """Run one transaction; discards the producer on any error."""
+        """Run one transaction and return the records' offsets; on any error, discard the producer and raise or find out the outcome."""
         kafka = self._kafka
         end = time.monotonic() + self._timeout_s
         try:
@@ -253,7 +254,7 @@ class KafkaTransactions:
         return written
 
     def _unwritten(self, error: Exception) -> Exception:
-        """The error to raise for a failure before the commit was sent; the successor aborts the transaction."""
+        """Return the error to raise for a failure before the commit was sent; the next producer aborts the transaction."""
         what = f"the transaction of {self._id} wrote nothing"
         if isinstance(error, edge.GENERATION_OVER):
             return LostPartition(f"{what}: the consumer group has moved on to another generation")
@@ -275,6 +276,7 @@ class KafkaTransactions:
             raise SendFailed(f"the transaction of {self._id} wrote nothing: the broker aborted it") from error
 
     def _drop(self) -> None:
+        """Discard the producer without waiting, but remember its id and epoch for the next one."""
         kafka, self._kafka = self._kafka, None
         self._identity = private_api.producer_identity(kafka)
         self._costs.unwatch(private_api.io_thread(kafka))
@@ -320,7 +322,7 @@ class KafkaTransactions:
                 self._costs.watch(private_api.io_thread(kafka), "io_s")
 
     def _open_failed(self, error: errors.KafkaError | LogError, deadline: float) -> None:
-        """Raise unless another attempt may succeed."""
+        """Return after a pause if opening the producer may succeed later; otherwise raise the translated error."""
         error = private_api.specific(error)
         if isinstance(error, errors.ProducerFencedError):
             self._adopt_own_epoch(error)
@@ -343,7 +345,7 @@ class KafkaTransactions:
         self._identity = type(self._identity)(holder.producer_id, holder.epoch)
 
     def _require_own_claim(self) -> None:
-        """Raise `Fenced` for good if the newest claim is another process's; no effect before ours is written."""
+        """Raise `Fenced`, now and ever after, if the newest claim is another process's; no effect before our claim is written."""
         claim = self._claim
         if claim is None or self._identity is None:
             return

@@ -143,6 +143,8 @@ class State:
 
 
 class _Reader:
+    """Positions in partitions, from which committed records are read; with `jumps`, a deleted position moves on instead of raising."""
+
     def __init__(self, state: State, *, jumps: bool = False) -> None:
         self._state, self._jumps = state, jumps
         self.positions: dict[Partition, int] = {}
@@ -154,7 +156,7 @@ class _Reader:
         self._cuts[partition] = len(self._state.part(partition).cuts)
 
     def advance(self, limit: int) -> list[Record]:
-        """Up to `limit` committed records, in partition order; moves positions past them, and past aborted records up to the stable end."""
+        """Return up to `limit` committed records in partition order; move positions past them, and past aborted ones to the stable end."""
         records: list[Record] = []
         for partition, position in self.positions.items():
             part = self._state.part(partition)
@@ -168,7 +170,10 @@ class _Reader:
         return records
 
     def _valid(self, partition: Partition, part: Part, position: int) -> int:
-        """The position if it can be read; otherwise the end of a truncated partition, or the first retained offset, or `RecordMissing`."""
+        """Return the offset to read from: `position`, or the end of a truncation since the last read.
+
+        If it does not exist, the first retained offset with `jumps`, otherwise raises `RecordMissing`.
+        """
         seen, self._cuts[partition] = self._cuts[partition], len(part.cuts)
         position = min(position, *part.cuts[seen:]) if part.cuts[seen:] else position
         exists = part.start <= position <= part.end
@@ -287,6 +292,7 @@ class MemoryMember:
         return events
 
     def _advance(self, events: list[Event]) -> bool:
+        """Append a rebalance's `Revoked` and `Assigned`, and new records, to `events`; return True if there are any."""
         if self.member_id not in self._group.members:  # evicted while it was silent: it joins again, as Kafka's members do
             self._group.members[self.member_id] = self._topics
             self._state.rebalance(self._group)

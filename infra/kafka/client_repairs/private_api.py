@@ -143,7 +143,7 @@ def first_error(producer: Any) -> Exception | None:
 
 
 def specific(error: Exception) -> Any:
-    """The broker's error in a general one: of some requests the client names errors that it does not expect only in its text."""
+    """Return the Kafka error that a general `KafkaError` names by number in its text, such as "[Error 47]"; other errors unchanged."""
     number = re.search(r"\[Error (\d+)\]", str(error)) if type(error) is errors.KafkaError else None
     return error if number is None else errors.for_code(int(number[1]))()
 
