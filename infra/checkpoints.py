@@ -33,7 +33,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def write_manifest(directory: Path) -> int:
-    """List every file in `manifest.json`; returns their total size in bytes."""
+    """Write `manifest.json` with size and SHA-256 of every file; return the total size in bytes."""
     files = sorted(file for file in directory.rglob("*") if file.is_file())
     entries = {file.relative_to(directory).as_posix(): {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files}
     (directory / MANIFEST).write_text(json.dumps({"files": entries}, indent=1), encoding="utf-8")
@@ -56,7 +56,7 @@ def _sha256(file: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """A run's position at a checkpoint; all other counters follow from the ledger up to there."""
+    """A run's position at a checkpoint; a resumed trainer computes all other counters from the ledger up to `seq`."""
 
     run: str
     steps: int
@@ -90,7 +90,7 @@ class Best:
 
 
 def objection(state: State, recorded: Recorded) -> str | None:
-    """The reason why a complete checkpoint does not belong to this ledger; None if it does."""
+    """Return why a complete checkpoint does not belong to this ledger; None if it does."""
     if state.run != recorded.run:
         return f"it belongs to run {state.run}"
     if state.steps > recorded.steps or state.seq >= recorded.seq:
@@ -105,7 +105,7 @@ def objection(state: State, recorded: Recorded) -> str | None:
 
 
 def to_keep(steps: Collection[int], *, keep_last: int, keep_every: int | None = None, best: int | None = None) -> set[int]:
-    """The checkpoints to keep: the newest `keep_last`, those at multiples of `keep_every` steps, and the best."""
+    """Return the steps of the checkpoints to retain: the newest `keep_last`, multiples of `keep_every`, and the best."""
     selected = {*sorted(steps)[-keep_last:], *(number for number in steps if keep_every and number % keep_every == 0)}
     return selected | {number for number in steps if number == best}
 
@@ -131,7 +131,10 @@ class Saving:
     _thread: threading.Thread | None = None
 
     def start(self, save: Callable[[Path], None], *, in_background: bool) -> None:
-        """Write and flush in a thread; unless `in_background`, `save` itself runs in the caller's thread. `wait` raises its errors."""
+        """Write and flush a checkpoint in a thread; `wait` raises its errors.
+
+        Unless `in_background`, `save`, which reads the model, runs before this method returns.
+        """
         if not in_background:
             self._guarded(lambda: self._copy(save))
         self._thread = threading.Thread(
@@ -149,7 +152,7 @@ class Saving:
         self._copied.wait()
 
     def wait(self) -> None:
-        """Wait until every file is durable, or raise the error of the thread."""
+        """Wait until every file is durable; raise the error of the thread, after deleting what it wrote."""
         assert self._thread is not None
         self._thread.join()
         if self.failure is not None:
@@ -160,6 +163,7 @@ class Saving:
         shutil.rmtree(self.temporary, ignore_errors=True)
 
     def _run(self, save: Callable[[Path], None] | None) -> None:
+        """Write all files, with `save` if it has not run yet, and flush them."""
         if save is not None:
             self._copy(save)
         if self.failure is None:
@@ -169,6 +173,7 @@ class Saving:
                 sync_directory(self.temporary)
 
     def _copy(self, save: Callable[[Path], None]) -> None:
+        """Let `save` write the model, and release `wait_copied`."""
         with self.explained():
             (self.temporary / BACKEND).mkdir(parents=True)
             save(self.temporary / BACKEND)
@@ -176,6 +181,7 @@ class Saving:
         self._copied.set()
 
     def _guarded(self, action: Callable[[], None]) -> None:
+        """Run `action`; store any error for `wait`."""
         try:
             action()
         except BaseException as error:  # `wait` raises it in the owner's thread
@@ -218,7 +224,7 @@ class CheckpointStore:
         return sorted((int(name[1]) for name in names if name), reverse=True)
 
     def verify(self, steps: int, recorded: Recorded) -> State:
-        """Verify a checkpoint against its manifest and the ledger; returns its state. Raises `CheckpointError` with the reason."""
+        """Verify a checkpoint against its manifest and the ledger, and return its state. Raises `CheckpointError` with the reason."""
         path = self.path(steps)
         self._refused.add(steps)
         try:
@@ -242,11 +248,11 @@ class CheckpointStore:
         self._refused.add(steps)
 
     def write(self, state: State, *, save: Callable[[Path], None], record: Callable[[int], None], about_bytes: int = 0) -> int:
-        """Write a checkpoint by `start` and `finish`; returns its size in bytes."""
+        """Write a checkpoint by `start` and `finish`; return its size in bytes once it is complete."""
         return self.finish(self.start(state, save=save, in_background=False, about_bytes=about_bytes), record=record)
 
     def start(self, state: State, *, save: Callable[[Path], None], in_background: bool, about_bytes: int = 0) -> Saving:
-        """Start to write a checkpoint in a thread. Raises `CheckpointError` if the disk has too little space.
+        """Start to write a checkpoint in a thread; `finish` completes it. Raises `CheckpointError` if the disk has too little space.
 
         `save` writes into a folder; with `in_background` it runs while the model is trained, until the next optimizer update.
         """
@@ -311,6 +317,7 @@ class CheckpointStore:
         sync(self.directory)
 
     def _remove_others(self) -> None:
+        """Delete the checkpoints that are unusable or not to be retained."""
         present = set(self.steps())
         best = None if self.best is None else self.best.steps
         retained = to_keep(present - self._refused, keep_last=self._keep_last, keep_every=self._keep_every, best=best)
@@ -332,7 +339,7 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def _explained(self, doing: str, *, run: str | None = None, about_bytes: int = 0) -> Iterator[None]:
-        """In the block, turn a disk error into a `CheckpointError` with the directory, the needed space and the command to continue."""
+        """In the block, turn an error of the disk or backend into a `CheckpointError` with directory, needed space and a fix."""
         try:
             yield
         except (OSError, BackendError) as error:

@@ -30,7 +30,7 @@ _PORTS_FILE = "ports.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
-    """Port of the clients, and port of the broker's own controller."""
+    """Ports of the embedded broker: for clients, and for its own controller."""
 
     client: int
     controller: int
@@ -39,7 +39,7 @@ class Ports:
 
 
 def remembered_ports(directory: Path) -> Ports | None:
-    """Return the ports last chosen for the broker of this directory."""
+    """Return the ports that the last start of this directory's broker chose; None without a readable file."""
     try:
         stored = json.loads((directory / _PORTS_FILE).read_text())
         return Ports(client=int(stored["client"]), controller=int(stored["controller"]), advertised=stored.get("advertised"))
@@ -48,9 +48,9 @@ def remembered_ports(directory: Path) -> Ports | None:
 
 
 def choose_ports(directory: Path, port: int | None, listener: Listener | None = None) -> Ports:
-    """Choose the ports of a start and store them. Raises `BrokerError` if another program has the client port.
+    """Choose the ports for a start of the broker and store them. Raises `BrokerError` if another program uses the client port.
 
-    No client uses the controller's port, so an occupied one is replaced silently; nor the client port if there is a `listener`.
+    An occupied controller port is replaced silently, because no client uses it; so is the client port if there is a `listener`.
     """
     before = remembered_ports(directory)
     client = port if port is not None else before.client if before else _free_port(avoid=0)
@@ -121,7 +121,7 @@ class Login:
 
 
 def login_at(bootstrap: str) -> Login | None:
-    """The login of the embedded broker at this address, if it belongs to this user and has one. Raises `BrokerError`."""
+    """Return the login of the embedded broker at this address, None if the address is not this user's broker. Raises `BrokerError`."""
     addresses = {bootstrap.strip(), bootstrap.strip().replace("localhost:", f"{HOST}:")}
     for directory in (state_path() / "broker", *started):
         last_ports = remembered_ports(directory)
@@ -131,7 +131,7 @@ def login_at(bootstrap: str) -> Login | None:
 
 
 def read_login(directory: Path) -> Login | None:
-    """The login in a broker's directory; None if the broker was last started without one. Raises `BrokerError`."""
+    """Return the login stored in a broker's directory; None if the broker was last started without one. Raises `BrokerError`."""
     file = directory / LOGIN_FILE
     try:
         settings = dict(line.split("=", 1) for line in file.read_text(encoding="ascii").splitlines() if "=" in line)
@@ -145,14 +145,14 @@ def read_login(directory: Path) -> Login | None:
 
 
 def ensure_login(directory: Path) -> Login:
-    """The login in a broker's directory, created if missing. Raises `BrokerError`."""
+    """Return the login stored in a broker's directory, created if missing. Raises `BrokerError`."""
     if (login := read_login(directory)) is None:
         write_login(directory, login := Login(USER, secrets.token_urlsafe(_PASSWORD_BYTES)))
     return login
 
 
 def write_login(directory: Path, login: Login) -> None:
-    """Store the login for the next start of this directory's broker; a running broker receives its password."""
+    """Store a login for the next start of this directory's broker; a running broker receives the password by `set_password`."""
     lines = {"security.protocol": PROTOCOL, "sasl.mechanism": MECHANISM, "sasl.username": login.user, "sasl.password": login.password}
     write_private(directory / LOGIN_FILE, "".join(f"{name}={value}\n" for name, value in lines.items()))
 
@@ -196,7 +196,7 @@ class Session:
         return response[4 + len(tags) :]
 
     def log_in(self, login: Login) -> None:
-        """Authenticate by SCRAM (RFC 5802), which never sends the password: another program at the port learns nothing.
+        """Authenticate by SCRAM (RFC 5802), which never sends the password: another program at the port does not receive it.
 
         Raises `Refused`, or `ValueError` if the server does not have the password.
         """
@@ -217,6 +217,7 @@ class Session:
         return self._continue(message)
 
     def _continue(self, message: bytes) -> bytes:
+        """Send a SASL message and return the server's. Raises `Refused`."""
         response = self.request(_SASL_AUTHENTICATE, struct.pack(">i", len(message)) + message)
         (error,) = struct.unpack_from(">h", response)
         if error:
@@ -226,6 +227,7 @@ class Session:
         return response[at + 4 : at + 4 + size]
 
     def _read(self, size: int) -> bytes:
+        """Receive exactly `size` bytes. Raises `ConnectionError` at the end of the connection."""
         parts = b""
         while len(parts) < size:
             part = self._socket.recv(size - len(parts))
@@ -236,7 +238,7 @@ class Session:
 
 
 def cluster_id(host: str, port: int, *, timeout_s: float, login: Login | None = None) -> str | None:
-    """Cluster id of the broker at this address; None while no broker serves there. Raises `Refused`."""
+    """Return the cluster id of the broker at this address; None while no broker serves there. Raises `Refused`."""
     try:
         with Session(host, port, timeout_s=timeout_s) as session:
             if login is not None:
@@ -247,7 +249,7 @@ def cluster_id(host: str, port: int, *, timeout_s: float, login: Login | None = 
 
 
 def set_password(host: str, port: int, login: Login, *, by: Login, timeout_s: float) -> None:
-    """Make the broker accept `login`, as its own user `by`; no effect if no broker responds. Raises `Refused`."""
+    """Let the broker accept `login`, requested as its own user `by`; no effect if no broker responds. Raises `Refused`."""
     salt = secrets.token_bytes(16)
     salted = hashlib.pbkdf2_hmac("sha256", login.password.encode(), salt, _ITERATIONS)
     # Kafka protocol guide, AlterUserScramCredentials version 0: no deletions, one upsertion, tagged fields empty.
@@ -261,12 +263,12 @@ def set_password(host: str, port: int, login: Login, *, by: Login, timeout_s: fl
 
 
 def _compact(text: bytes) -> bytes:
-    """A compact string or byte array of less than 127 bytes."""
+    """Encode a string or byte array of less than 127 bytes as Kafka's compact type."""
     return bytes([len(text) + 1]) + text
 
 
 def _cluster_id(response: bytes) -> str | None:
-    """Parse the cluster id in a metadata response; None unless the broker lists itself as live."""
+    """Return the cluster id in a metadata response; None unless the broker lists at least one live broker."""
     (brokers,) = struct.unpack_from(">i", response)
     if brokers < 1:
         return None
@@ -278,7 +280,7 @@ def _cluster_id(response: bytes) -> str | None:
 
 
 def read_string(response: bytes, at: int) -> tuple[str | None, int]:
-    """The nullable string at this index, and the index after it."""
+    """Return the nullable string at this index of a response, and the index after it."""
     (size,) = struct.unpack_from(">h", response, at)
     if size < 0:
         return None, at + 2

@@ -138,7 +138,7 @@ def status(home: Path | None = None) -> BrokerInfo:
 
 
 def topic_bytes(home: Path | None = None) -> dict[str, int]:
-    """Topic -> bytes of its partitions on this machine's disk; {} if no broker has run. Does not start one."""
+    """Return topic -> bytes of its partitions on this machine's disk; {} if no broker has run. Does not start a broker."""
     data, sizes = _Files(state_path() if home is None else home.absolute()).directory / "data", dict[str, int]()
     for folder in data.glob("*-*"):
         topic = folder.name.rpartition("-")[0]
@@ -148,7 +148,7 @@ def topic_bytes(home: Path | None = None) -> dict[str, int]:
 
 
 def _why_it_ended(files: _Files) -> str | None:
-    """The reason in one line why the broker exited; None while it runs, or if it was stopped."""
+    """Return in one line why the broker exited; None while it runs, or if it was stopped in order."""
     since = process.log_bytes(files.pid_file)
     if since is None or process.running(files.pid_file) is not None:
         return None
@@ -175,7 +175,7 @@ def _end(files: _Files, *, timeout_s: float) -> None:
 
 
 def _launch(files: _Files, chosen: access.Ports, listener: Listener | None, progress: Callable[[str], None]) -> str | None:
-    """Start the broker; returns a warning about records that may be blocked, or None. Raises `BrokerError`."""
+    """Start the broker and wait until it serves; return a warning about records that may be blocked, or None. Raises `BrokerError`."""
     java, class_path = find_java(), process.class_path(progress=progress)
     shutil.rmtree(files.directory / "tmp", ignore_errors=True)
     (files.directory / "tmp").mkdir()
@@ -204,7 +204,7 @@ def _launch(files: _Files, chosen: access.Ports, listener: Listener | None, prog
 
 
 def _run(files: _Files, chosen: access.Ports, java: list[str], since: int) -> bool:
-    """Start Kafka; returns True once it serves, False if it exits first."""
+    """Start Kafka's process; return True once it serves, False if it exits first."""
     command = [*java, "kafka.Kafka", "server.properties"]
     process.spawn(command, directory=files.directory, output=files.console, pid_file=files.pid_file, log_bytes=since)
     ready = False
@@ -305,7 +305,7 @@ def _await_ready(files: _Files, port: int) -> bool:
 
 
 def _cluster_id(files: _Files, port: int) -> str | None:
-    """Cluster id of the broker at this port; first sets the password of a broker that lacks it."""
+    """Return the cluster id of the broker at this port, None while it does not respond; gives its password to a broker without it."""
     own = settings.own_password(_text(files.properties))
     user = access.read_login(files.directory) if own is None else access.ensure_login(files.directory)
     try:
@@ -320,7 +320,7 @@ def _cluster_id(files: _Files, port: int) -> str | None:
 
 
 def _listens(files: _Files, port: int) -> bool:
-    """True if the broker that was started last has logged that it listens at this port. Raises `BrokerError` if that log may be deleted."""
+    """Return True if the running broker has logged that it listens at this port. Raises `BrokerError` if that line may be deleted."""
     since = process.log_bytes(files.pid_file)
     if since is None:
         return False
@@ -339,7 +339,7 @@ def _listens(files: _Files, port: int) -> bool:
 
 
 def _errors(files: _Files, since: int) -> str:
-    """The last errors and their exception in the broker's log after byte `since`; empty if there are none."""
+    """Return the last two errors and the last exception in the broker's log after byte `since`; empty if there are none."""
     text = _text(files.log, since=since)
     # At most starts a controller gets a request before it is active and logs that as an error.
     errors = [line for line in re.findall(r"^\[[^\]]*\] (?:ERROR|FATAL) (.*)$", text, re.MULTILINE) if _NOT_YET not in line]
@@ -353,7 +353,7 @@ def _last_lines(text: str) -> str:
 
 
 def _text(path: Path, *, since: int = 0) -> str:
-    """The file from byte `since` on; empty if it is missing, as while a log is rotated."""
+    """Return the text of a file from byte `since` on, all of it if it is shorter (rotated), empty if it is missing."""
     try:
         with path.open("rb") as file:
             file.seek(since if since <= _size(path) else 0)  # smaller than before: it was rotated

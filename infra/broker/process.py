@@ -44,7 +44,7 @@ class Java:
 
 
 def find_java() -> Java:
-    """Find a Java to use. Raises `BrokerError` with those tried if none fits."""
+    """Return a Java that can run the broker. Raises `BrokerError` with the programs tried if none fits."""
     choice = os.environ.get("PENSTOCK_JAVA", "")
     if choice == "system":
         return _first(_system())
@@ -56,7 +56,7 @@ def find_java() -> Java:
 
 
 def _first(candidates: list[Path]) -> Java:
-    """The first of `candidates` with a supported version. Raises `BrokerError` with all candidates."""
+    """Return the first of `candidates` with a supported version. Raises `BrokerError` with all candidates."""
     tried = []
     for program in candidates:
         java = inspect(program)
@@ -70,12 +70,12 @@ def _first(candidates: list[Path]) -> Java:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a Java process, in UTF-8: in the C locale of cron and containers it cannot read non-ASCII paths."""
+    """Return the environment of a Java process, in UTF-8: in the C locale of cron and containers it cannot read non-ASCII paths."""
     return {**child_environment(os.environ), "LC_ALL": "C.UTF-8"}
 
 
 def inspect(program: Path) -> Java | None:
-    """Run `java -version`; None if it does not run or prints no version."""
+    """Return the Java at this path with its version, read by `java -version`; None if that fails."""
     try:
         done = subprocess.run(
             [str(program), "-version"],
@@ -113,7 +113,7 @@ _children: dict[int, "subprocess.Popen[bytes]"] = {}
 
 
 def start_mark(pid: int) -> str | None:
-    """A text that distinguishes this process from any other with the same pid; None if it has exited, even if not yet reaped."""
+    """Return a text that distinguishes this process from any other with its pid; None if it has exited, even if not yet reaped."""
     child = _children.get(pid)
     if child is not None and child.poll() is not None:
         del _children[pid]
@@ -158,7 +158,7 @@ def running(pid_file: Path) -> int | None:
 
 
 def log_bytes(pid_file: Path) -> int | None:
-    """Offset in the log at which the output of the recorded process starts, running or not; None if no process is recorded."""
+    """Return the log offset at which the output of the recorded process starts, running or not; None if none is recorded."""
     try:
         return int(json.loads(pid_file.read_text()).get("log_bytes", 0))
     except (OSError, ValueError, AttributeError, TypeError):
@@ -212,7 +212,7 @@ RETRIES_S = (1.0, 4.0)
 
 
 def class_path(*, progress: Callable[[str], None], pins: Path = PINS, cache: Path | None = None) -> str:
-    """Java class path of the pinned jars; downloads those that are not cached. Raises `BrokerError` for a jar with another digest."""
+    """Return Java's class path of the pinned jars; downloads missing ones. Raises `BrokerError` for a jar with another SHA-256."""
     cache, other = maven_cache() if cache is None else cache, os.environ.get(OTHER_JARS)
     if other:
         pins, cache = Path(other).absolute() / PINS.name, Path(other).absolute()
@@ -278,7 +278,7 @@ def _download(digests: dict[str, str], cache: Path) -> None:
 
 
 def _resolved(resolve: Callable[[], Path]) -> Path:
-    """Download a jar; retried, because one of sixty downloads may break off."""
+    """Download a jar by `resolve` and return its path; retried, because one of sixty downloads may break off."""
     for pause_s in RETRIES_S:
         with suppress(OSError):
             return resolve()

@@ -148,13 +148,13 @@ def server_properties(*, port: int, controller_port: int, data: str, password: s
 
 
 def own_password(properties: str) -> str | None:
-    """The broker's own password in the text of `server.properties`; None if it has none."""
+    """Return the broker's own password in the text of `server.properties`; None if there is none."""
     match = re.search(rf'user_{OWN_USER}="([^"]*)"', properties)
     return match[1] if match else None
 
 
 def fencing_properties(*, controller_port: int, data: str, password: str) -> str:
-    """Properties of the same node as a controller only, which fences a missing broker as soon as possible."""
+    """Return properties of the same node as a controller only, which fences a killed broker as soon as possible."""
     properties = {
         "process.roles": "controller",
         "listeners": f"CONTROLLER://{HOST}:{controller_port}",

@@ -25,7 +25,7 @@ POLL_S = 0.02
 
 
 class _Client:
-    """Base of bulk clients: remembers why a connection failed, which librdkafka reports only to its error callback."""
+    """Base of bulk clients: stores why a connection failed, which librdkafka reports only to its error callback, for later errors."""
 
     def __init__(self) -> None:
         self._problem: str | None = None
@@ -59,7 +59,7 @@ class BulkReader(_Client):
         self._topics: set[str] = set()
 
     def read(self, topic: str, partition: int, *, first: int, end: int) -> Iterator[list[Record]]:
-        """Yield the committed records from offset `first` up to below `end`, in blocks. Raises `LogError`."""
+        """Yield the committed records from offset `first` up to below `end`, in blocks of `BLOCK_BYTES`. Raises `LogError`."""
         self._consumer.assign([TopicPartition(topic, partition, first)])
         if topic not in self._topics:  # librdkafka looks up the leaders of a new topic only once a second
             self._topics.add(topic)
@@ -101,7 +101,7 @@ class BulkReader(_Client):
             yield records
 
     def _offset_after_skip(self, message: Any) -> int | None:
-        """Return the offset after this damaged batch if the operator had readers skip it (`penstock topics skip`)."""
+        """Return the offset after a damaged batch if `penstock topics skip` marked it to be skipped, else None."""
         partition, run = (message.topic(), message.partition()), message.topic().partition(".")[0]
         records = [] if self._read_dead_letters is None else self._read_dead_letters(f"{run}.dead-letters")
         skips = dead_letters.stretches(records, run=run)

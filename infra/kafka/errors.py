@@ -102,6 +102,7 @@ class _Reasons(logging.Handler):
         self.last = self.refused = ""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Store the refusal of a login or certificate, or the cause of a failed connection, from a line of the client's log."""
         text = record.getMessage()
         if match := _REFUSAL.search(text):
             self.refused = match[0]
@@ -110,7 +111,7 @@ class _Reasons(logging.Handler):
 
 
 def make(kind: Callable[..., Any], connection: Connection, settings: dict[str, Any]) -> Any:
-    """Return a client of class `kind`. Raises `LogUnreachable` if no broker responds in time, with nothing left running."""
+    """Return a client of class `kind`; if no broker responds in time, close it and raise `LogUnreachable` with the cause."""
     faults.apply()
     network_clients: list[Any] = []
 
@@ -171,7 +172,7 @@ def probe_advertised(connection: Connection, client: Any) -> None:
 
 
 def _refusal(addresses: Sequence[tuple[str, str]], within_s: float) -> str:
-    """Cause for which none of the addresses accepts connections; empty if one does, or there are none."""
+    """Return why none of (host, port) accepts connections; empty if one does, or there are none."""
     reason, timeout_s = "", min(5.0, within_s) / max(1, len(addresses))
     for host, port in addresses:
         try:

@@ -128,6 +128,7 @@ class KafkaProducerOfRecords:
         self._release(size)
 
     def _release(self, size: int) -> None:
+        """Free `size` bytes of the budget, and wake the threads that wait for room."""
         with self._room:
             self._in_flight -= size
             if not self._in_flight:

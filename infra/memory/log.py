@@ -82,6 +82,7 @@ class MemoryTransactions:
             last.commit()
 
     def commit(self, records: Sequence[Outgoing], *, offsets: Commits | None = None, member: Membership | None = None) -> list[int]:
+        """Write everything or nothing and return the records' offsets. Raises the errors of `KafkaTransactions.commit`."""
         if offsets and member is None:
             raise ValueError("offsets can be committed in a transaction only together with the consumer group's generation")
         check_commits(offsets or {})

@@ -69,7 +69,7 @@ def _outcome(handler: Callable[[Any], Any], payload: Any) -> dict[str, Any]:
 
 
 def _serve_at_once(handler: Callable[[Any], Any], requests: Any, replies: Any) -> None:
-    """Reply to lines `[number, payload]` as the handler's awaitables end; a line `[number]` cancels that call.
+    """Run calls concurrently and send each reply when its awaitable ends; a line `[number]` cancels that call.
 
     The event loop runs between calls of the handler, never during one.
     """
@@ -118,7 +118,7 @@ def _awaited(loop: Any, task: Any) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """Format an exception in one line with its file and line; our own errors are one line already."""
+    """Format an exception in one line, with file and line unless it is one of Penstock's own."""
     text = text_of(error, characters=600)
     if type(error).__module__.partition(".")[0] == "penstock":
         return text
@@ -128,7 +128,7 @@ def reason(error: BaseException) -> str:
 
 
 def text_of(error: BaseException, *, characters: int) -> str:
-    """The text of an exception in one line, truncated; a user's `__str__` may raise."""
+    """Return the text of an exception in one line of at most `characters`; a user's `__str__` may raise."""
     try:
         return " ".join(str(error).split())[:characters]
     except Exception:

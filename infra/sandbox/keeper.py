@@ -24,7 +24,7 @@ DEFAULTS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal
 
 
 def become(command: list[str], *, parent: int, file_gb: float, landlock: bool) -> None:
-    """Replace this process, in a session of its own that ends with `parent`, by the command."""
+    """Replace this process by the command, in a session of its own, with default signals and limits; exits if `parent` has exited."""
     os.setsid()
     for number in DEFAULTS:
         signal.signal(number, signal.SIG_DFL)
@@ -43,7 +43,7 @@ def become(command: list[str], *, parent: int, file_gb: float, landlock: bool) -
 
 
 def limit(kind: int, most: int, *, for_good: bool = True) -> None:
-    """Limit this process, and those it starts, to `most`, or to the hard limit if that is lower."""
+    """Limit a resource of this process and its children to `most`, or the hard limit if lower; `for_good` lowers the hard limit too."""
     hard = resource.getrlimit(kind)[1]
     allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(kind, (allowed, allowed if for_good else hard))
@@ -54,14 +54,14 @@ def prctl(option: int, value: int) -> None:
 
 
 def ends_with(parent: int) -> bool:
-    """Let Linux kill this process when its parent exits; False if `parent` has already exited."""
+    """Let Linux kill this process when its parent exits; return False if `parent` has already exited."""
     if sys.platform == "linux":
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getppid() == parent
 
 
 def scope_signals() -> bool:
-    """Landlock: let this process and those it starts signal, trace and read in /proc only each other. False before Linux 6.12."""
+    """Let this process and those it starts signal, trace and inspect only each other, by Landlock. False before Linux 6.12."""
     libc, rules = ctypes.CDLL(None), (ctypes.c_uint64 * 3)(0, 0, LANDLOCK_SCOPE_SIGNAL)
     ruleset = libc.syscall(LANDLOCK_CREATE_RULESET, rules, ctypes.sizeof(rules), 0)
     if ruleset < 0:
@@ -114,7 +114,7 @@ class ProcessTree:
         self.empty = True
 
     def processes(self) -> dict[int, int]:
-        """Process ids of the descendants of this process -> their process groups."""
+        """Return process id -> process group of every descendant of this process."""
         children, groups = dict[int, list[int]](), dict[int, int]()
         for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
             if name.isdigit() and (fields := _stat(name)) and fields[0] not in (b"Z", b"X"):
@@ -128,9 +128,9 @@ class ProcessTree:
         return {pid: groups[pid] for pid in pids}
 
     def end(self, grace_s: float) -> None:
-        """Kill until no process is left, except those that SIGKILL does not end.
+        """Kill all processes and return when none is left, or after `STUCK_S` without progress.
 
-        Before that, the child gets SIGTERM and the others `grace_s` seconds to end, then SIGTERM too.
+        With `grace_s`, first sends SIGTERM to the child, waits so many seconds, and sends SIGTERM to the others.
         """
         if grace_s:
             if self.status is None:
@@ -151,9 +151,9 @@ class ProcessTree:
             every_s = min(2 * every_s, longest_s)
 
     def _signal(self, number: signal.Signals) -> set[int]:
-        """Signal whole groups, whose members then cannot fork, then each process; the child's group before /proc is read.
+        """Signal the child's group, then all groups, whose members then cannot fork, then each process.
 
-        Returns the processes that may be signalled.
+        Returns the ids of the processes that this one may signal.
         """
         if self.status is None:
             with contextlib.suppress(OSError):
@@ -165,6 +165,7 @@ class ProcessTree:
         return {process for process in processes if _may_signal(process, number)}
 
     def _wait(self, limit_s: float) -> None:
+        """Collect ended processes for `limit_s`, or until none is left."""
         end = time.monotonic() + limit_s
         self.reap()
         while not self.empty and time.monotonic() < end:
@@ -173,13 +174,14 @@ class ProcessTree:
 
 
 def memory_gb(pids: Iterable[int], most_gb: float) -> float:
-    """Memory of these processes; shared pages count once if it matters for `most_gb`."""
+    """Return the memory of these processes in GB; if it exceeds `most_gb`, counted again with shared pages divided (slow)."""
     pids = list(pids)
     used_gb = _sum_gb(_resident, pids)
     return used_gb if used_gb <= most_gb else _sum_gb(_proportional, pids)
 
 
 def _may_signal(pid: int, number: signal.Signals) -> bool:
+    """Signal a process; return False if that is forbidden, True also if it has ended."""
     try:
         os.kill(pid, number)
     except OSError as error:
@@ -192,7 +194,7 @@ def _sum_gb(measure: Callable[[int], int], pids: list[int]) -> float:
 
 
 def _stat(pid: str) -> list[bytes]:
-    """State, parent, group and more of a process; empty if it has ended."""
+    """Return state, parent, group and further fields of /proc/PID/stat; empty if the process has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
             return file.read(1024).rpartition(b")")[2].split()
@@ -201,7 +203,7 @@ def _stat(pid: str) -> list[bytes]:
 
 
 def statm_bytes(pid: int, field: int) -> int:
-    """A field of /proc/PID/statm in bytes: 0 mapped, 1 resident, 5 data and stack; 0 if it cannot be read."""
+    """Return a field of /proc/PID/statm in bytes: 0 mapped, 1 resident, 5 data and stack; 0 if it cannot be read."""
     try:
         with open(f"/proc/{pid}/statm", "rb", buffering=0) as file:
             return int(file.read(256).split()[field]) * PAGE
@@ -210,12 +212,12 @@ def statm_bytes(pid: int, field: int) -> int:
 
 
 def _resident(pid: int) -> int:
-    """Resident bytes; shared pages count in each process."""
+    """Return the resident bytes of a process; a shared page counts fully in each process."""
     return statm_bytes(pid, 1)
 
 
 def _proportional(pid: int) -> int:
-    """Resident bytes; shared pages count in parts. Slow."""
+    """Return the resident bytes of a process; a shared page is divided among its processes. Slow."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith(b"Pss:"))
@@ -254,7 +256,7 @@ def main() -> None:
 
 
 def _watched(tree: ProcessTree, exceeded: Callable[[], str], lifeline: int, wake: int) -> float:
-    """Wait for the end of the command or of the parent, or for a limit; returns the grace period of the remaining processes."""
+    """Wait for the end of the command or its parent, or for a limit; return the seconds for which remaining processes may still run."""
     poller = select.poll()
     for descriptor in (lifeline, wake):
         poller.register(descriptor, select.POLLIN)
@@ -278,7 +280,7 @@ def _watched(tree: ProcessTree, exceeded: Callable[[], str], lifeline: int, wake
 
 
 def _exceeded(tree: ProcessTree, section: str, most_gb: float, most_processes: int) -> str:
-    """The exceeded limit with its key; empty if none is exceeded."""
+    """Return the exceeded limit as an error text with its configuration key; empty if none is exceeded."""
     pids = tree.processes()
     if len(pids) > most_processes:
         return f"had {len(pids)} processes and was killed: {section}.max_processes is {most_processes}"
@@ -288,7 +290,7 @@ def _exceeded(tree: ProcessTree, section: str, most_gb: float, most_processes: i
 
 
 def _end_as(status: int | None) -> None:
-    """Exit as the child did, by its wait status: with the same code, or by the same signal; as if killed if None."""
+    """Exit as the child did by its wait status: with its exit code, or by its signal; by SIGKILL if None."""
     code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
     if code < 0:
         if code != -signal.SIGKILL:

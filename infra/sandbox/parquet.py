@@ -44,7 +44,7 @@ class Refused(ValueError):
 
 
 class _Decoder:
-    """The decoding child of this process; used by one thread at a time."""
+    """The child process that decodes for this process; used by one thread at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,7 +53,10 @@ class _Decoder:
         self._idle: threading.Timer | None = None
 
     def request(self, request: dict[str, Any], *, source: int, sink: int, limit_s: float) -> dict[str, Any]:
-        """Return the child's response. Raises `Refused` without the file's name."""
+        """Send a request with the files `source` and `sink` to the child and return its response.
+
+        Raises `Refused`, without the file's name, if the child refuses the file, exits or takes longer than `limit_s`.
+        """
         with self._lock, self._busy():
             connection = self._started()
             connection.settimeout(limit_s)
@@ -93,6 +96,7 @@ class _Decoder:
             self.end()
 
     def _started(self) -> socket.socket:
+        """Return the connection to the running child, started if necessary."""
         if self._connection is not None and self._process is not None and self._process.poll() is None:
             return self._connection
         self.end()
@@ -133,7 +137,7 @@ os.register_at_fork(after_in_child=_decoder.forget)
 
 
 def footer(path: Path) -> dict[str, Any]:
-    """The file's `metadata` with keys "penstock.…", and for each of its `row_groups` [lowest, highest] `offset` or None.
+    """Return the file's `metadata` with keys "penstock.…", and for each of its `row_groups` [lowest, highest] `offset` or None.
 
     Raises `Refused`.
     """
@@ -153,7 +157,7 @@ def rows(path: Path, row_group: int | None = None) -> pa.Table:
 
 
 def _sink() -> IO[bytes]:
-    """An unnamed file; in memory if there is no directory for temporary files."""
+    """Open an unnamed temporary file; in memory if there is no directory for temporary files."""
     try:
         return tempfile.TemporaryFile(prefix="penstock-")
     except OSError:
@@ -196,6 +200,7 @@ def _limit(file: IO[bytes]) -> float:
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
+    """Receive exactly `size` bytes. Raises `ConnectionResetError` at the end of the connection."""
     data = bytearray()
     while len(data) < size:
         received = connection.recv(min(size - len(data), 1 << 20))
@@ -244,6 +249,7 @@ def _end_with(connection: socket.socket) -> None:
 
 
 def _response(request: dict[str, Any], source: int, sink: int) -> dict[str, Any]:
+    """Execute a request on the open files in the child; return the footer, or {} once the rows are written. Raises one of `REFUSES`."""
     import pyarrow.parquet as pq
 
     with os.fdopen(os.dup(source), "rb") as opened, pq.ParquetFile(opened, pre_buffer=False) as file:
@@ -261,7 +267,7 @@ def _response(request: dict[str, Any], source: int, sink: int) -> dict[str, Any]
 
 
 def footer_of(file: Any) -> dict[str, Any]:
-    """The file's own metadata and the bounds of each row group's `offset`, by which a reader chooses row groups."""
+    """Return metadata and the bounds of each row group's `offset`, by which a reader chooses row groups."""
     metadata, groups = file.metadata, []
     for number in range(metadata.num_row_groups):
         row_group = metadata.row_group(number)
@@ -282,7 +288,7 @@ def _decode(file: Any, row_group: int | None, sink: int) -> None:
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """The value type of a dictionary type: repeated values count as often as they occur."""
+    """Return the value type of a dictionary type, so that repeated values count as often as they occur; other types unchanged."""
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 

@@ -49,7 +49,7 @@ class Program:
         return cls(process, lifeline, stdin)
 
     async def wait(self) -> int:
-        """Exit status of the program, negative for a signal, once everything it started has ended too."""
+        """Return the exit status, negative for a signal, once the program and everything it started have ended."""
         while (status := await self._ends(CONTINUED_S)) is None:
             pass
         await self._close()
@@ -71,7 +71,7 @@ class Program:
         await self._close()
 
     async def _ends(self, limit_s: float) -> int | None:
-        """The exit status, None after `limit_s`. asyncio also waits for the end of its pipes, which a remaining process may have open."""
+        """Return the exit status, None after `limit_s`. Does not wait for the pipes, which a remaining process may have open."""
         if self._process.returncode is None:
             await asyncio.wait({self._ending}, timeout=limit_s)
         return self._process.returncode
@@ -83,10 +83,11 @@ class Program:
 
     @property
     def output(self) -> str:
-        """The end of standard output and errors together, and the limit that ended the program, if any."""
+        """The last `OUTPUT_BYTES` of standard output and errors together, and the limit that ended the program, if any."""
         return self._tail.decode(errors="replace") + (f"\n{self._reason}" if self._reason else "")
 
     async def _talk(self, stdin: bytes) -> None:
+        """Write `stdin` to the program and store the end of its output, until its output is closed."""
         assert self._process.stdin is not None and self._process.stdout is not None
         writing = asyncio.create_task(_give(self._process.stdin, stdin))
         try:

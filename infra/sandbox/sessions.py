@@ -47,7 +47,7 @@ class Sessions:
         self._starting = asyncio.Lock()
 
     async def open(self) -> "Session":
-        """Open a session in the child that has the fewest. Raises `ChildError` if no child can be started."""
+        """Open a session in the child with the fewest sessions. Raises `ChildError` if no child can be started."""
         async with self._starting:
             self._children = [child for child in self._children if child.ended is None]
             if len(self._children) < self._size and all(child.sessions for child in self._children):
@@ -65,6 +65,7 @@ class Sessions:
         self._children = []
 
     async def _start(self) -> "_Child":
+        """Start a child and return it once it has loaded the target. Raises `ChildError` after `START_ATTEMPTS` failures in a row."""
         reason = ""
         while self._failed_starts < START_ATTEMPTS:
             child = _Child(self._target, self._rules, self._init)
@@ -97,7 +98,7 @@ class Session:
         child.sessions += 1
 
     async def call(self, payload: Mapping[str, Any], *, timeout_s: float) -> Any:
-        """Result of the handler. Raises `SessionLost` if the child exits, `CallFailed` if the handler raises."""
+        """Return the handler's result for `payload`. Raises `SessionLost` if the child exits, `CallFailed` if the handler raises."""
         child = self._child
         self.last_s, self.last_replaced = 0.0, 0
         async with child.room:
@@ -137,7 +138,7 @@ class _Child(PipedChild):
         self.post(init)
 
     async def started(self) -> dict[str, Any]:
-        """The child's first message; empty if it ended."""
+        """Return the child's first message, `ready` or `broken`; empty if the child ended before."""
         first = await asyncio.shield(self._first)
         self.room = asyncio.Semaphore(self.at_once)
         return first
@@ -159,7 +160,7 @@ class _Child(PipedChild):
             self._calls.pop(number, None)
 
     def end(self, reason: str, *, guilty: int | None, orderly: bool = False) -> None:
-        """End the child; all its calls fail, that of the session `guilty` by its own fault."""
+        """End the child and fail all its calls by `SessionLost`, `guilty` for the session that caused it, or for all if None."""
         if self.ended is not None:
             return
         self.ended = reason
@@ -180,6 +181,7 @@ class _Child(PipedChild):
             self._loop.remove_writer(self.stdin)
 
     def _read(self) -> None:
+        """Receive available replies; end the child if its pipe is closed or it sent anything else."""
         try:
             replies, ended = self.read()
         except (ValueError, RecursionError):
@@ -191,6 +193,7 @@ class _Child(PipedChild):
             self.end(end_child(self.process, self.lifeline), guilty=None)
 
     def _take(self, reply: dict[str, Any]) -> None:
+        """Resolve the call, or the start, that a reply belongs to."""
         if "call" not in reply:
             if "doing" not in reply and not self._first.done():
                 self._first.set_result(reply)

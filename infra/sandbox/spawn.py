@@ -76,6 +76,7 @@ def child_environment(environ: Mapping[str, str], pass_env: Sequence[str] = ()) 
 
 
 def _is_public(name: str, value: str) -> bool:
+    """Return True if children get this variable: it is listed, or has a path as its value, and contains no secret."""
     if "://" in value and "@" in value:  # a password in an address, as of a proxy
         return False
     if name in NAMES:
@@ -144,7 +145,7 @@ class Lifeline:
 
 
 def keeper_of(command: Sequence[str], rules: ChildRules, lifeline: Lifeline) -> list[str]:
-    """The keeper's command line that runs `command` by these rules. Raises `ConfigError` if this machine lacks the isolation."""
+    """Return the command line of the keeper that runs `command` by these rules. Raises `ConfigError` without the isolation they need."""
     isolation = chosen_isolation(rules)
     memory_gb = this_memory().total / 2e9 if rules.memory_gb is None else rules.memory_gb
     settings = (lifeline.theirs.fileno(), rules.section, memory_gb, rules.max_processes, rules.file_gb, isolation)
@@ -172,7 +173,7 @@ def spawn(target: str, rules: ChildRules) -> "tuple[subprocess.Popen[bytes], Lif
 
 
 def end_child(process: "subprocess.Popen[bytes]", lifeline: Lifeline, *, orderly: bool = False) -> str:
-    """End a child and everything it has started; returns how it ended, for a message."""
+    """End a child and everything it has started; return how it ended, as the end of a sentence."""
     if orderly:
         lifeline.end_orderly()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -204,7 +205,7 @@ def kill_stopped(pid: int) -> None:
 
 @functools.cache
 def chosen_isolation(rules: ChildRules) -> Literal["none", "landlock", "bwrap"]:
-    """The isolation for these rules on this machine. Raises `ConfigError` if they require bwrap and it does not work."""
+    """Return the isolation for these rules on this machine. Raises `ConfigError` if they require bwrap and it does not work."""
     if rules.isolate is None:
         return "landlock" if os.geteuid() else "none"
     if rules.isolate in ("none", "landlock"):
@@ -228,7 +229,7 @@ def bwrap_command(rules: ChildRules) -> tuple[str, ...]:
 
 
 def bwrap_fault(rules: ChildRules) -> str | None:
-    """The reason why bubblewrap does not work on this machine; None if it works."""
+    """Return why bubblewrap does not work on this machine, with the fix; None if it works."""
     if shutil.which("bwrap") is None:
         return "bwrap is not installed: apt-get install bubblewrap"
     command = [*bwrap_command(rules), "true"]

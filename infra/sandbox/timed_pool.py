@@ -59,7 +59,7 @@ class PipedChild:
                 self._unsent.clear()
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """The complete replies, and True if the child has ended; replies sent before its end count.
+        """Return the complete replies, and True if the child has ended; replies sent before its end are included.
 
         Raises `ValueError` or `RecursionError`: the code in the child has written to the pipe of the replies.
         """
@@ -74,6 +74,7 @@ class PipedChild:
         return [self._parsed(line) for line in lines], ended
 
     def _parsed(self, line: bytearray) -> dict[str, Any]:
+        """Return a reply, storing the capabilities in the first one. Raises `ValueError` for a reply that is not allowed now."""
         match json.loads(line):
             case {"call": int(), "result": _} | {"call": int(), "error": str()} | {"doing": str()} as reply if self.ready:
                 return dict(reply)
@@ -162,7 +163,7 @@ class _Child(PipedChild, Generic[Key]):
         self.send(f"[{number}, {call.payload}]")
 
     def cancel(self, number: int, reason: str) -> None:
-        """Request the cancellation of a call, which the child has to confirm within `GRACE_S`."""
+        """Request the child to cancel a call, which it has to confirm within `GRACE_S`; the call then fails with `reason`."""
         self.calls[number].stopped, self.calls[number].deadline = self.named(reason), time.monotonic() + GRACE_S
         self.send(f"[{number}]")
 
@@ -242,9 +243,9 @@ class ChildPool(Generic[Key]):
                 self._start()
 
     def poll(self, timeout_s: float = 0.0) -> list[Done[Key] | Failed[Key]]:
-        """Finished calls, in the order they finished; waits up to `timeout_s` for the first, but not if none is pending.
+        """Return finished calls in the order they finished; waits up to `timeout_s` for the first, but not if none is pending.
 
-        Raises `ChildError`: the target itself does not load, or three children in a row ended before they were ready.
+        Raises `ChildError` if the target does not load, or `START_ATTEMPTS` children in a row ended before they were ready.
         """
         end = time.monotonic() + timeout_s
         while True:
@@ -320,6 +321,7 @@ class ChildPool(Generic[Key]):
             self._selector.unregister(child.stdin)
 
     def _read(self, child: _Child[Key]) -> None:
+        """Receive a child's replies; replace the child if it has ended or sent anything else."""
         self._count_time()
         try:
             replies, ended = child.read()
@@ -332,6 +334,7 @@ class ChildPool(Generic[Key]):
             self._replace(child, end_child(child.process, child.lifeline))
 
     def _take(self, child: _Child[Key], reply: dict[str, Any]) -> None:
+        """Process one reply of a child: its start, its current work, or the outcome of a call. Raises `ChildError` if it cannot load."""
         if "broken" in reply:
             raise ChildError(f"cannot load {self._target}: {reply['broken']}")
         if "doing" in reply:
@@ -383,6 +386,7 @@ class ChildPool(Generic[Key]):
         self._start()
 
     def _fail(self, call: _Call[Key], reason: str) -> None:
+        """Queue a call again as the next one, or report it as failed if it has no attempt left."""
         if call.attempts_left > 0:
             call.stopped, call.deadline = None, float("inf")
             self._waiting.appendleft(call)
