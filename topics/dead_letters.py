@@ -13,7 +13,8 @@ from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import Unusable, require
 from penstock.topics.wire.fields import column, fields_of, list_of
-from penstock.topics.wire.headers import Headers, match, read_headers
+from penstock.topics.wire.format import Format
+from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import RawHeaders, Record, RecordId
 
 SCHEMA = "dead-letters/1"
@@ -21,7 +22,6 @@ _HEADER = pa.struct([column("name", pa.string()), column("value", pa.binary(), n
 SKIPPED = "skipped"
 """Kind of a dead letter for an offset range that the operator chose to skip because it cannot be read at all."""
 _NEXT = "next"
-_REQUIRED = ("outcome",)
 _ABOUT_GROUPS = ("prompts", "calls", "replies", "rollouts", "groups")
 
 
@@ -147,19 +147,10 @@ def headers(dead_letter: DeadLetter, *, run: str) -> Headers:
     return Headers(run=run, schema=SCHEMA, outcome=dead_letter.kind, worker=dead_letter.worker)
 
 
-def check(record: Record, *, run: str) -> Headers:
-    """The headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
-    return read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED)
-
-
-def read(record: Record, *, run: str) -> tuple[Headers, DeadLetter]:
-    """Headers and payload of a record of `run`, which must agree. Raises `Unusable`."""
-    checked = check(record, run=run)
-    dead_letter = decode(record.value)
-    match(checked, outcome=dead_letter.kind, worker=dead_letter.worker)
-    return checked, dead_letter
-
-
 def _bytes(value: memoryview | None) -> Any:
     """A copy of a value; `None` for a header without one, from a foreign client."""
     return None if value is None else bytes(value)
+
+
+_FORMAT = Format(CODEC, decode, lambda row: {"outcome": row.kind, "worker": row.worker}, ("outcome",))
+check, read = _FORMAT.check, _FORMAT.read

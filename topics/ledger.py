@@ -6,15 +6,15 @@ digest of the last one, the head, commits to all."""
 import hashlib
 import json
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from penstock.topics.wire.checked import json_object, require_whole
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import Unusable, require
 from penstock.topics.wire.fields import fields_of
-from penstock.topics.wire.headers import Headers, match, one_of, read_headers
-from penstock.topics.wire.record import Record
+from penstock.topics.wire.format import Format
+from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.secrets import without_passwords
 
 SCHEMA = "ledger/1"
@@ -22,8 +22,6 @@ ALL_DONE = "all steps done"
 """Reason in the last entry of a run that has completed all its steps."""
 EntryKind = Literal["run-opened", "step", "stale", "version", "checkpoint", "rebased", "run-closed"]
 ENTRY_KINDS: tuple[EntryKind, ...] = get_args(EntryKind)
-
-_REQUIRED = ("outcome",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,22 +107,11 @@ def decode(value: Payload) -> Entry:
 
 def headers(entry: Entry, *, run: str, worker: str | None = None) -> Headers:
     """The headers of an entry; `outcome` is its kind."""
-    return Headers(
-        run=run, schema=SCHEMA, policy_version_min=entry.version, policy_version_max=entry.version, outcome=entry.kind, worker=worker
-    )
+    return Headers(run=run, schema=SCHEMA, worker=worker, **_facts(entry))
 
 
-def check(record: Record, *, run: str) -> Headers:
-    """The headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
-    return one_of(read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=ENTRY_KINDS)
-
-
-def read(record: Record, *, run: str) -> tuple[Headers, Entry]:
-    """Headers and payload of a record of `run`, which must agree. Raises `Unusable`."""
-    checked = check(record, run=run)
-    entry = decode(record.value)
-    match(checked, outcome=entry.kind, policy_version_min=entry.version, policy_version_max=entry.version)
-    return checked, entry
+def _facts(entry: Entry) -> dict[str, Any]:
+    return {"outcome": entry.kind, "policy_version_min": entry.version, "policy_version_max": entry.version}
 
 
 def continues(entry: Entry, *, after: int) -> bool:
@@ -135,3 +122,7 @@ def continues(entry: Entry, *, after: int) -> bool:
     if entry.seq > after + 1:
         raise Unusable(f"ledger entry {entry.seq} follows entry {after}, expected {after + 1}: entries are missing", kind="mismatch")
     return entry.seq == after + 1
+
+
+_FORMAT = Format(CODEC, decode, _facts, ("outcome",), ENTRY_KINDS)
+check, read = _FORMAT.check, _FORMAT.read

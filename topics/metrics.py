@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from penstock.topics.wire.checked import require_names, require_whole, whole
 from penstock.topics.wire.codec import Codec
-from penstock.topics.wire.columns import Payload, as_row
+from penstock.topics.wire.columns import Payload
 from penstock.topics.wire.errors import require
 from penstock.topics.wire.fields import fields_of
-from penstock.topics.wire.headers import Headers, match, one_of, read_headers
-from penstock.topics.wire.record import Record
+from penstock.topics.wire.format import Format
+from penstock.topics.wire.headers import Headers
 
 SCHEMA = "metrics/1"
 MeasurementKind = Literal["status", "progress", "eval", "final"]
@@ -23,7 +23,6 @@ ActivityKind = Literal["work", "wait", "load"]
 EVERY_RUN_HAS = ("feeder", "rollout", "scorer", "trainer", "tracker")
 """Roles that every run's measurements include; others may report too."""
 
-_REQUIRED = ("outcome", "worker")
 # In a name, STAT is min, mean, max or p95, USE a use of time, N a number, SOURCE a data source and NAME any name.
 TRAIN: Mapping[str, str] = {
     "loss": "loss of the step",
@@ -303,11 +302,6 @@ class Measurement:
 CODEC = Codec(SCHEMA, fields=fields_of(Measurement))
 
 
-def encode(measurement: Measurement) -> bytes:
-    """The payload of a measurement."""
-    return CODEC.encode(as_row(measurement))
-
-
 def decode(value: Payload) -> Measurement:
     """The measurement in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
@@ -324,28 +318,12 @@ def decode(value: Payload) -> Measurement:
 
 def headers(measurement: Measurement, *, run: str) -> Headers:
     """The headers of a measurement; `outcome` is its kind."""
-    return Headers(
-        run=run,
-        schema=SCHEMA,
-        policy_version_min=measurement.version,
-        policy_version_max=measurement.version,
-        outcome=measurement.kind,
-        worker=measurement.worker,
-    )
+    return Headers(run=run, schema=SCHEMA, **_facts(measurement))
 
 
-def check(record: Record, *, run: str) -> Headers:
-    """The headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
-    return one_of(read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=MEASUREMENT_KINDS)
-
-
-def read(record: Record, *, run: str) -> tuple[Headers, Measurement]:
-    """Headers and payload of a record of `run`, which must agree. Raises `Unusable`."""
-    checked = check(record, run=run)
-    measurement = decode(record.value)
-    version = measurement.version
-    match(checked, outcome=measurement.kind, worker=measurement.worker, policy_version_min=version, policy_version_max=version)
-    return checked, measurement
+def _facts(measurement: Measurement) -> dict[str, Any]:
+    versions = {"policy_version_min": measurement.version, "policy_version_max": measurement.version}
+    return {"outcome": measurement.kind, "worker": measurement.worker, **versions}
 
 
 def entry_of(point: str) -> tuple[str, str, dict[str, str]] | None:
@@ -374,3 +352,7 @@ def meaning_of(point: str) -> str | None:
 def _pattern(key: str) -> re.Pattern[str]:
     """Matches the names of a table's key. Cached, because each request of `/metrics` matches each of its names with all keys."""
     return re.compile(re.sub("|".join(_PLACEHOLDERS), lambda match: _PLACEHOLDERS[match[0]], key))
+
+
+_FORMAT = Format(CODEC, decode, _facts, ("outcome", "worker"), MEASUREMENT_KINDS)
+encode, check, read = _FORMAT.encode, _FORMAT.check, _FORMAT.read

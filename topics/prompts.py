@@ -1,21 +1,21 @@
 """`prompts`: one prompt group to be sampled `samples_per_prompt` times. Feeder -> rollout workers, scorers."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from penstock.topics.wire.checked import json_object, json_objects, require_whole
 from penstock.topics.wire.codec import Codec
-from penstock.topics.wire.columns import Int32s, Payload, as_row
+from penstock.topics.wire.columns import Int32s, Payload
 from penstock.topics.wire.errors import require
 from penstock.topics.wire.fields import ByValue, fields_of
-from penstock.topics.wire.headers import Headers, match, read_headers
-from penstock.topics.wire.record import Record
+from penstock.topics.wire.format import Format
+from penstock.topics.wire.headers import Headers
 
 SCHEMA = "prompts/1"
 MAX_SAMPLES = 1 << 20
 """Largest number of samples of one prompt."""
-_REQUIRED = ("group", "policy-version-min")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,11 +49,6 @@ class Prompt(ByValue):
 CODEC = Codec(SCHEMA, fields=fields_of(Prompt))
 
 
-def encode(prompt: Prompt) -> bytes:
-    """The payload of a prompt."""
-    return CODEC.encode(as_row(prompt))
-
-
 def decode(value: Payload) -> Prompt:
     """The prompt in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
@@ -68,21 +63,11 @@ def decode(value: Payload) -> Prompt:
 
 def headers(prompt: Prompt, *, run: str, worker: str | None = None) -> Headers:
     """The headers of a prompt; `policy-version-min` is the oldest version that may generate its samples, `attempt` is 1 for a retry."""
-    attempt = None if prompt.again is None else 1
-    return Headers(run=run, schema=SCHEMA, group=prompt.group, policy_version_min=prompt.min_version, worker=worker, attempt=attempt)
+    return Headers(run=run, schema=SCHEMA, worker=worker, **_facts(prompt))
 
 
-def check(record: Record, *, run: str) -> Headers:
-    """The headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
-    return read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED)
-
-
-def read(record: Record, *, run: str) -> tuple[Headers, Prompt]:
-    """Headers and payload of a record of `run`, which must agree. Raises `Unusable`."""
-    checked = check(record, run=run)
-    prompt = decode(record.value)
-    match(checked, group=prompt.group, policy_version_min=prompt.min_version, attempt=None if prompt.again is None else 1)
-    return checked, prompt
+def _facts(prompt: Prompt) -> dict[str, Any]:
+    return {"group": prompt.group, "policy_version_min": prompt.min_version, "attempt": None if prompt.again is None else 1}
 
 
 def unread(headers: Headers, *, samples: int, created_ns: int) -> Prompt:
@@ -101,3 +86,7 @@ def unread(headers: Headers, *, samples: int, created_ns: int) -> Prompt:
         columns="{}",
         created_ns=created_ns,
     )
+
+
+_FORMAT = Format(CODEC, decode, _facts, ("group", "policy-version-min"))
+encode, check, read = _FORMAT.encode, _FORMAT.check, _FORMAT.read

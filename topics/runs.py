@@ -11,10 +11,11 @@ from typing import Any, Literal, get_args
 from penstock.topics.catalogue import is_run_id
 from penstock.topics.wire.checked import MAX_COUNT, json_object, require_whole
 from penstock.topics.wire.codec import Codec
-from penstock.topics.wire.columns import Payload, as_row
+from penstock.topics.wire.columns import Payload
 from penstock.topics.wire.errors import require
 from penstock.topics.wire.fields import fields_of
-from penstock.topics.wire.headers import Headers, match, one_of, read_headers
+from penstock.topics.wire.format import Format
+from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record
 from penstock.topics.wire.secrets import without_passwords
 
@@ -65,11 +66,6 @@ def with_status(made: RunRecord, status: RunRecord) -> RunRecord:
     return replace(made, status=status.status, updated_ns=status.updated_ns)
 
 
-def encode(record: RunRecord) -> bytes:
-    """The payload of a run's record."""
-    return CODEC.encode(as_row(record))
-
-
 def decode(value: Payload) -> RunRecord:
     """The run's record in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
@@ -111,16 +107,12 @@ def headers(record: RunRecord, *, run: str | None = None) -> Headers:
     return Headers(run=record.run if run is None else run, schema=SCHEMA, outcome=record.status)
 
 
-def check(record: Record, *, run: str) -> Headers:
-    """The headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
-    return one_of(read_headers(record.headers, record.value, run=run, schema=SCHEMA), outcomes=STATUSES)
+_FORMAT = Format(CODEC, decode, lambda record: {"run": record.run, "outcome": record.status}, outcomes=STATUSES)
+encode, check = _FORMAT.encode, _FORMAT.check
 
 
 def read(record: Record, *, run: str | None = None) -> tuple[Headers, RunRecord]:
     """Headers and payload of a run's record, which must agree; of any run if `run` is None. Raises `Unusable`."""
     expected = run if run is not None else (record.key or b"").decode("ascii", "replace")
     require(is_run_id(expected), f"run is {expected[:60]!r}, which is not a run id")
-    checked = check(record, run=expected)
-    decoded = decode(record.value)
-    match(checked, run=decoded.run, outcome=decoded.status)
-    return checked, decoded
+    return _FORMAT.read(record, run=expected)

@@ -14,6 +14,7 @@ from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import require
 from penstock.topics.wire.fields import fields_of
+from penstock.topics.wire.format import Format
 from penstock.topics.wire.headers import Headers, match, read_headers
 from penstock.topics.wire.record import Record
 
@@ -85,11 +86,6 @@ def encode(manifest: Manifest) -> bytes:
     return CODEC.encode(as_row(manifest))
 
 
-def encode_chunk(chunk: Chunk) -> bytes:
-    """The payload of a chunk."""
-    return CHUNK_CODEC.encode(as_row(chunk))
-
-
 def decode(value: Payload) -> Manifest:
     """The manifest in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
@@ -131,12 +127,8 @@ def read(record: Record, *, run: str) -> tuple[Headers, Manifest]:
     return checked, manifest
 
 
-def read_chunk(record: Record, *, run: str) -> tuple[Headers, Chunk]:
-    """Headers and payload of a chunk of `run`, which must agree. Raises `Unusable`."""
-    checked = read_headers(record.headers, record.value, run=run, schema=CHUNK_SCHEMA, required=_REQUIRED)
-    chunk = decode_chunk(record.value)
-    match(checked, policy_version_min=chunk.version, part=chunk.index)
-    return checked, chunk
+_CHUNKS = Format(CHUNK_CODEC, decode_chunk, lambda chunk: {"policy_version_min": chunk.version, "part": chunk.index}, _REQUIRED)
+encode_chunk, read_chunk = _CHUNKS.encode, _CHUNKS.read
 
 
 def chain(manifests: Mapping[int, Manifest], version: int) -> list[Manifest]:

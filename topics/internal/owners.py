@@ -7,17 +7,15 @@ from typing import Literal, get_args
 
 from penstock.topics.wire.checked import require_names, require_whole
 from penstock.topics.wire.codec import Codec
-from penstock.topics.wire.columns import Payload, as_row
+from penstock.topics.wire.columns import Payload
 from penstock.topics.wire.errors import require
 from penstock.topics.wire.fields import fields_of
-from penstock.topics.wire.headers import Headers, match, one_of, read_headers
-from penstock.topics.wire.record import Record
+from penstock.topics.wire.format import Format
+from penstock.topics.wire.headers import Headers
 
 SCHEMA = "owners/1"
 OwnerKind = Literal["taken", "alive", "ended"]
 OWNER_KINDS: tuple[OwnerKind, ...] = get_args(OwnerKind)
-
-_REQUIRED = ("outcome", "worker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +41,6 @@ def key(owner: Owner) -> bytes:
     return f"{owner.writer}/{owner.kind}".encode()
 
 
-def encode(owner: Owner) -> bytes:
-    return CODEC.encode(as_row(owner))
-
-
 def decode(value: Payload) -> Owner:
     """The owner in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
@@ -61,14 +55,5 @@ def headers(owner: Owner, *, run: str) -> Headers:
     return Headers(run=run, schema=SCHEMA, outcome=owner.kind, worker=owner.writer)
 
 
-def check(record: Record, *, run: str) -> Headers:
-    """The headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
-    return one_of(read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=OWNER_KINDS)
-
-
-def read(record: Record, *, run: str) -> tuple[Headers, Owner]:
-    """Headers and payload of a record of `run`, which must agree. Raises `Unusable`."""
-    checked = check(record, run=run)
-    owner = decode(record.value)
-    match(checked, outcome=owner.kind, worker=owner.writer)
-    return checked, owner
+_FORMAT = Format(CODEC, decode, lambda owner: {"outcome": owner.kind, "worker": owner.writer}, ("outcome", "worker"), OWNER_KINDS)
+encode, check, read = _FORMAT.encode, _FORMAT.check, _FORMAT.read

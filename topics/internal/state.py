@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS
 from penstock.topics.wire.checked import MAX_COUNT, json_object, require_names
 from penstock.topics.wire.codec import Codec
-from penstock.topics.wire.columns import Payload, as_row
+from penstock.topics.wire.columns import Payload
 from penstock.topics.wire.errors import require
 from penstock.topics.wire.fields import fields_of
-from penstock.topics.wire.headers import Headers, match, read_headers
-from penstock.topics.wire.record import Record
+from penstock.topics.wire.format import Format
+from penstock.topics.wire.headers import Headers
 
 SCHEMA = "state/1"
 KEY = b"view"
 """The key of every record: compaction retains the newest."""
-
-_REQUIRED = ("worker",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +31,6 @@ class State:
 
 
 CODEC = Codec(SCHEMA, fields=fields_of(State))
-
-
-def encode(state: State) -> bytes:
-    return CODEC.encode(as_row(state))
 
 
 def decode(value: Payload) -> State:
@@ -55,14 +49,5 @@ def headers(state: State, *, run: str) -> Headers:
     return Headers(run=run, schema=SCHEMA, worker=state.worker)
 
 
-def check(record: Record, *, run: str) -> Headers:
-    """The headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
-    return read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED)
-
-
-def read(record: Record, *, run: str) -> tuple[Headers, State]:
-    """Headers and payload of a record of `run`, which must agree. Raises `Unusable`."""
-    checked = check(record, run=run)
-    state = decode(record.value)
-    match(checked, worker=state.worker)
-    return checked, state
+_FORMAT = Format(CODEC, decode, lambda state: {"worker": state.worker}, ("worker",))
+encode, check, read = _FORMAT.encode, _FORMAT.check, _FORMAT.read

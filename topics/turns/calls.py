@@ -5,17 +5,17 @@ Group, sample, turn, attempt and the SHA-256 of its context identify a call; a c
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from penstock.topics.wire.checked import require_names, require_whole
 from penstock.topics.wire.codec import Codec
-from penstock.topics.wire.columns import Int32s, Payload, as_row
+from penstock.topics.wire.columns import Int32s, Payload
 from penstock.topics.wire.errors import require
 from penstock.topics.wire.fields import ByValue, fields_of
-from penstock.topics.wire.headers import Headers, match, read_headers
-from penstock.topics.wire.record import Record
+from penstock.topics.wire.format import Format
+from penstock.topics.wire.headers import Headers
 
 SCHEMA = "calls/1"
 REQUIRED = ("group", "sample", "turn", "attempt", "sha256")
@@ -73,10 +73,6 @@ def context_digest(token_ids: Int32s) -> str:
     return hashlib.sha256(np.ascontiguousarray(token_ids, "<i4").tobytes()).hexdigest()
 
 
-def encode(call: Call) -> bytes:
-    return CODEC.encode(as_row(call))
-
-
 def decode(value: Payload) -> Call:
     """The call in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
@@ -91,19 +87,11 @@ def decode(value: Payload) -> Call:
 
 def headers(call: Call, *, run: str) -> Headers:
     """The headers of a call; `policy-version-min` is the oldest version that may generate the reply, `tokens` counts the context."""
-    key = call.key
-    return Headers(
-        run=run,
-        schema=SCHEMA,
-        group=key.group,
-        sample=key.sample,
-        turn=key.turn,
-        attempt=key.attempt,
-        sha256=key.sha256,
-        policy_version_min=call.min_version,
-        worker=call.worker,
-        tokens=len(call.token_ids),
-    )
+    return Headers(run=run, schema=SCHEMA, **_facts(call))
+
+
+def _facts(call: Call) -> dict[str, Any]:
+    return {**call.key._asdict(), "policy_version_min": call.min_version, "worker": call.worker, "tokens": len(call.token_ids)}
 
 
 def key_of(claims: Headers) -> TurnKey:
@@ -113,13 +101,5 @@ def key_of(claims: Headers) -> TurnKey:
     return TurnKey(group, sample, turn, attempt, sha256)
 
 
-def check(record: Record, *, run: str) -> Headers:
-    """The headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
-    return read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=(*REQUIRED, "policy-version-min"))
-
-
-def read(record: Record, *, run: str) -> tuple[Headers, Call]:
-    """Headers and payload of a record of `run`, which must agree. Raises `Unusable`."""
-    claims, call = check(record, run=run), decode(record.value)
-    match(claims, **call.key._asdict(), policy_version_min=call.min_version, worker=call.worker, tokens=len(call.token_ids))
-    return claims, call
+_FORMAT = Format(CODEC, decode, _facts, (*REQUIRED, "policy-version-min"))
+encode, check, read = _FORMAT.encode, _FORMAT.check, _FORMAT.read

@@ -4,6 +4,7 @@ Only the first reply to a call is used; logprobs are of the distribution that wa
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -11,14 +12,13 @@ from penstock.topics.samples import FINISHES, Finish
 from penstock.topics.turns.calls import REQUIRED, TurnKey
 from penstock.topics.wire.checked import require_names, require_whole
 from penstock.topics.wire.codec import Codec
-from penstock.topics.wire.columns import Float32s, Int32s, Payload, as_row
+from penstock.topics.wire.columns import Float32s, Int32s, Payload
 from penstock.topics.wire.errors import require
 from penstock.topics.wire.fields import ByValue, fields_of
-from penstock.topics.wire.headers import Headers, match, one_of, read_headers
-from penstock.topics.wire.record import Record
+from penstock.topics.wire.format import Format
+from penstock.topics.wire.headers import Headers
 
 SCHEMA = "replies/1"
-_FACTS = (*TurnKey._fields, "policy_version_min", "policy_version_max", "outcome", "worker", "tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,10 +54,6 @@ class Reply(ByValue):
 CODEC = Codec(SCHEMA, fields=fields_of(Reply))
 
 
-def encode(reply: Reply) -> bytes:
-    return CODEC.encode(as_row(reply))
-
-
 def decode(value: Payload) -> Reply:
     """The reply in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
@@ -78,31 +74,13 @@ def decode(value: Payload) -> Reply:
 
 def headers(reply: Reply, *, run: str) -> Headers:
     """The headers of a reply; `outcome` is how the turn finished, `tokens` counts the generated tokens."""
-    return Headers(
-        run=run,
-        schema=SCHEMA,
-        group=reply.group,
-        sample=reply.sample,
-        turn=reply.turn,
-        attempt=reply.attempt,
-        sha256=reply.sha256,
-        policy_version_min=int(reply.span_versions.min()),
-        policy_version_max=int(reply.span_versions.max()),
-        outcome=reply.finish,
-        worker=reply.worker,
-        tokens=len(reply.token_ids),
-    )
+    return Headers(run=run, schema=SCHEMA, **_facts(reply))
 
 
-def check(record: Record, *, run: str) -> Headers:
-    """The headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
-    required = (*REQUIRED, "policy-version-min", "policy-version-max")
-    return one_of(read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=required), outcomes=FINISHES)
+def _facts(reply: Reply) -> dict[str, Any]:
+    versions = {"policy_version_min": int(reply.span_versions.min()), "policy_version_max": int(reply.span_versions.max())}
+    return {**reply.key._asdict(), **versions, "outcome": reply.finish, "worker": reply.worker, "tokens": len(reply.token_ids)}
 
 
-def read(record: Record, *, run: str, checked: Headers | None = None) -> tuple[Headers, Reply]:
-    """Headers and payload of a record of `run`, which must agree. `checked`: its headers, if already checked. Raises `Unusable`."""
-    claims, reply = checked or check(record, run=run), decode(record.value)
-    expected = headers(reply, run=run)
-    match(claims, **{field: getattr(expected, field) for field in _FACTS})
-    return claims, reply
+_FORMAT = Format(CODEC, decode, _facts, (*REQUIRED, "policy-version-min", "policy-version-max"), FINISHES)
+encode, check, read = _FORMAT.encode, _FORMAT.check, _FORMAT.read
