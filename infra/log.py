@@ -170,7 +170,6 @@ class Pending(Protocol):
 
     def offset(self, timeout_s: float | None = None) -> int: ...
     def done(self) -> bool: ...
-    def error(self) -> Exception | None: ...
 
 
 class Producer(Protocol):
@@ -239,16 +238,9 @@ class Log(Protocol):
     def read(self, topic: str, partition: int, offsets: Sequence[int], *, timeout_s: float = 60.0) -> list[Record]: ...
     def tail(self, starts: Mapping[Partition, Start], *, group: str | None = None, fetch_bytes: int | None = None) -> Tail: ...
     def member(
-        self,
-        group: str,
-        topics: Sequence[str],
-        *,
-        max_records: int = 1000,
-        max_bytes: int = 64 << 20,
-        gathers: bool = True,
-        session_s: float = SESSION_S,
-        pools: Pools | None = None,
-    ) -> Member: ...
+        self, group: str, topics: Sequence[str], *, max_records: int = 1000, max_bytes: int = 64 << 20, gathers: bool = True,
+        session_s: float = SESSION_S, pools: Pools | None = None,
+    ) -> Member: ...  # fmt: skip
     def producer(self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float | None = None, linger_ms: float = 10.0) -> Producer: ...
     def transactions(
         self, transactional_id: str, *, claim: Outgoing | None = None, timeout_s: float = TRANSACTION_S, give_up_s: float | None = None

@@ -39,9 +39,6 @@ class MemoryPending:
     def done(self) -> bool:
         return True
 
-    def error(self) -> Exception | None:
-        return None
-
 
 class MemoryProducer:
     """Writes each record at once."""
@@ -212,16 +209,9 @@ class MemoryLog:
         return MemoryTail(self._state, starts, group=group)
 
     def member(
-        self,
-        group: str,
-        topics: Sequence[str],
-        *,
-        max_records: int = 1000,
-        max_bytes: int = 64 << 20,
-        gathers: bool = True,
-        session_s: float = SESSION_S,
-        pools: Pools | None = None,
-    ) -> MemoryMember:
+        self, group: str, topics: Sequence[str], *, max_records: int = 1000, max_bytes: int = 64 << 20, gathers: bool = True,
+        session_s: float = SESSION_S, pools: Pools | None = None,
+    ) -> MemoryMember:  # fmt: skip
         return MemoryMember(self._state, group, topics, max_records=max_records, pools=pools)
 
     def wait_out(self, give_up_s: float, *, notify: Callable[[str], None] | None = None) -> None:

@@ -25,9 +25,6 @@ class Sent:
         assert self.at is not None
         return self.at
 
-    def error(self) -> Exception | None:
-        return None
-
 
 def begun(*, oversample: int = 0) -> GroupTask:
     task = GroupTask(prompt_of(0, samples_per_prompt=SAMPLES), partition=0, offset=0)
