@@ -35,13 +35,6 @@ _INTERNAL = {GROUP_OFFSETS: "offsets.topic.replication.factor", "__transaction_s
 _UNKNOWN_TOPIC = 3  # Kafka's error code UNKNOWN_TOPIC_OR_PARTITION
 
 
-class Holder(NamedTuple):
-    """The producer that last took a transactional id, as the broker reports it."""
-
-    producer_id: int
-    epoch: int
-
-
 class Described(NamedTuple):
     """A topic as the cluster reports it."""
 
@@ -95,7 +88,8 @@ class Admin:
         wait.start()
         while True:
             try:
-                response = self._call(call)
+                with self._lock, self.cpu.count("io_s"):
+                    response = call(self._client)
             except edge.UNREACHABLE:
                 wait.check()
                 end = time.monotonic() + timeout_s
@@ -110,10 +104,6 @@ class Admin:
             else:
                 wait.responded()
                 return response
-
-    def _call(self, call: Callable[[Any], T]) -> T:
-        with self._lock, self.cpu.count("io_s"):
-            return call(self._client)
 
     def topics(self, prefix: str = "") -> list[str]:
         """Names of the topics that start with `prefix`, sorted."""
@@ -276,11 +266,10 @@ class Admin:
         offsets = {TopicPartition(topic, partition): offset for (topic, partition), offset in before.items()}
         self.request(f"cannot delete records of {next(iter(before))[0]}", lambda client: client.delete_records(offsets, timeout_ms=15_000))
 
-    def holder(self, transactional_id: str) -> Holder:
-        """The producer that took a transactional id last."""
+    def holder(self, transactional_id: str) -> tuple[int, int]:
+        """Return producer id and epoch of the producer that took a transactional id last."""
         descriptions = self.request(f"cannot look up {transactional_id}", lambda client: client.describe_transactions([transactional_id]))
-        described = descriptions[transactional_id]
-        return Holder(described.producer_id, described.producer_epoch)
+        return descriptions[transactional_id].producer_id, descriptions[transactional_id].producer_epoch
 
     def weaknesses(self) -> list[Weakness]:
         """List settings that disable groups or transactions, or let one lost broker lose acknowledged records. Raises `LogError`."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kafka import TopicPartition
@@ -22,20 +23,14 @@ def skip_damaged(consumer: Any, read_dead_letters: ReadDeadLetters) -> bool:
     positions = {(tp.topic, tp.partition): private_api.position(consumer, tp) for tp in consumer.assignment()}
     moved = False
     for run in {topic.partition(".")[0] for topic, _ in positions}:
-        records = _read(read_dead_letters, f"{run}.dead-letters")
+        records: Sequence[Record] = ()
+        with suppress(LogError):  # without the right to read them, the damage itself is reported
+            records = read_dead_letters(f"{run}.dead-letters")
         for partition, offsets in dead_letters.stretches(records, run=run):
             if positions.get(partition) in offsets:
                 consumer.seek(TopicPartition(*partition), offsets.stop)
                 moved = True
     return moved
-
-
-def _read(read_dead_letters: ReadDeadLetters, topic: str) -> Sequence[Record]:
-    """Records of the dead-letter topic; none without the right to read it, so that the damage itself is reported."""
-    try:
-        return read_dead_letters(topic)
-    except LogError:
-        return ()
 
 
 def first_readable(log: Log, tail_from: Callable[[int], Tail], partition: Partition, offset: int) -> int:

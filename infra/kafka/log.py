@@ -71,11 +71,7 @@ class KafkaLog(Admin):
 
         `fetch_bytes`: size of one request to a partition, for a caller that needs few of its records.
         """
-        return self._tail(starts, group=group, read_dead_letters=self.read_dead_letters, fetch_bytes=fetch_bytes)
-
-    def _tail(self, starts: Mapping[Partition, Start], *, group: str | None = None, **options: Any) -> KafkaTail:
-        """Like `tail`; without `read_dead_letters` it stops at damaged records."""
-        return KafkaTail(self, starts, group=group, **options)
+        return KafkaTail(self, starts, group=group, read_dead_letters=self.read_dead_letters, fetch_bytes=fetch_bytes)
 
     def member(
         self, group: str, topics: Sequence[str], *, max_records: int = 1000, max_bytes: int = 64 << 20, gathers: bool = True,
@@ -105,7 +101,7 @@ class KafkaLog(Admin):
         """Records of a dead-letter topic, for a reader that has met an unreadable record; none if the topic is missing."""
         if self.partitions(topic) is None:
             return []
-        tail = self._tail({(topic, 0): "earliest"})
+        tail = KafkaTail(self, {(topic, 0): "earliest"}, group=None)  # it stops at damage: it must not read its own topic for it
         try:
             return tail.read_to_end()
         finally:
@@ -113,7 +109,7 @@ class KafkaLog(Admin):
 
     def first_readable(self, partition: Partition, offset: int) -> int:
         """Return the first offset from `offset` on that is not damaged; `offset` itself if it can be read."""
-        return first_readable(self, lambda start: self._tail({partition: start}), partition, offset)
+        return first_readable(self, lambda start: KafkaTail(self, {partition: start}, group=None), partition, offset)
 
     def _newest(self, topic: str, partition: int, key: bytes | None) -> bytes | None:
         """Value of the newest record with this key among all written before the call; None if there is none."""

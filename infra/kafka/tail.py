@@ -380,25 +380,20 @@ def _shown(offsets: Sequence[int]) -> str:
     Example:
         _shown([3, 4, 5, 9])  # -> "3 to 5, 9"
     """
-    ranges: list[list[int]] = []
-    for offset in sorted(set(offsets)):
-        if ranges and offset == ranges[-1][1] + 1:
-            ranges[-1][1] = offset
-        else:
-            ranges.append([offset, offset])
-    texts = [str(low) if low == high else f"{low} to {high}" for low, high in ranges]
+    runs = _runs(sorted(set(offsets)), gap=1)
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
     return ", ".join(texts[:10]) + (", …" if len(texts) > 10 else "")
 
 
-def _runs(offsets: Sequence[int]) -> list[list[int]]:
-    """Split ascending offsets at each gap that is worth a seek.
+def _runs(offsets: Sequence[int], *, gap: int = _RUN_GAP) -> list[list[int]]:
+    """Split ascending offsets where they are more than `gap` apart.
 
     Example:
         _runs([3, 4, 900])  # -> [[3, 4], [900]]
     """
     runs: list[list[int]] = []
     for offset in offsets:
-        if runs and offset - runs[-1][-1] <= _RUN_GAP:
+        if runs and offset - runs[-1][-1] <= gap:
             runs[-1].append(offset)
         else:
             runs.append([offset])

@@ -62,11 +62,6 @@ class KafkaPending:
         """True once the record is acknowledged or has failed."""
         return bool(self._future.is_done)
 
-    def error(self) -> Exception | None:
-        """Cause of the failure; None while in flight or once written."""
-        failed = self._future.exception
-        return None if failed is None else edge.translate(failed, f"cannot write to {self._what}")
-
 
 class KafkaProducerOfRecords:
     """An idempotent producer with a byte budget; safe to share between threads."""
@@ -342,8 +337,7 @@ class KafkaTransactions:
             self._fenced = True
             raise self._refusal() from error
         self._require_own_claim()
-        holder = self._admin.holder(self._id)
-        self._identity = type(self._identity)(holder.producer_id, holder.epoch)
+        self._identity = type(self._identity)(*self._admin.holder(self._id))
 
     def _require_own_claim(self) -> None:
         """Raise `Fenced`, now and ever after, if the newest claim is another process's; no effect before our claim is written."""
