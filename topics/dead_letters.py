@@ -55,49 +55,20 @@ CODEC = Codec(SCHEMA, fields=fields_of(DeadLetter, headers=list_of(_HEADER)))
 
 def from_record(record: Record, *, kind: str, reason: str, worker: str, time_ns: int) -> DeadLetter:
     """Make the dead letter about a record."""
-    return DeadLetter(
-        topic=record.topic,
-        partition=record.partition,
-        offset=record.offset,
-        timestamp_ms=record.timestamp_ms,
-        kind=kind,
-        reason=reason.encode("utf-8", "replace").decode(),  # an error may quote invalid text
-        worker=worker,
-        key=record.key,
-        headers=record.headers,
-        value=record.value,
-        time_ns=time_ns,
-    )
+    reason = reason.encode("utf-8", "replace").decode()  # an error may quote invalid text
+    return DeadLetter(**as_row(record), kind=kind, reason=reason, worker=worker, time_ns=time_ns)
 
 
 def to_record(dead_letter: DeadLetter) -> Record:
     """Return the unusable record as it was, from its dead letter."""
-    return Record(
-        topic=dead_letter.topic,
-        partition=dead_letter.partition,
-        offset=dead_letter.offset,
-        timestamp_ms=dead_letter.timestamp_ms,
-        key=dead_letter.key,
-        headers=dead_letter.headers,
-        value=dead_letter.value,
-    )
+    return Record(**{field: getattr(dead_letter, field) for field in Record.__slots__})
 
 
 def of_stretch(topic: str, partition: int, offsets: range, *, reason: str, worker: str, time_ns: int) -> DeadLetter:
     """Make the dead letter about an offset range that cannot be read."""
-    return DeadLetter(
-        topic=topic,
-        partition=partition,
-        offset=offsets.start,
-        timestamp_ms=0,
-        kind=SKIPPED,
-        reason=reason,
-        worker=worker,
-        key=None,
-        headers=((_NEXT, str(offsets.stop).encode()),),
-        value=b"",
-        time_ns=time_ns,
-    )
+    after = ((_NEXT, str(offsets.stop).encode()),)
+    record = Record(topic=topic, partition=partition, offset=offsets.start, timestamp_ms=0, key=None, headers=after, value=b"")
+    return from_record(record, kind=SKIPPED, reason=reason, worker=worker, time_ns=time_ns)
 
 
 def skipped(dead_letter: DeadLetter) -> range | None:
