@@ -203,14 +203,7 @@ class MlflowRun:
 
     def _find_or_create(self) -> Any:
         """The oldest MLflow run with this pipeline run's tag, created if missing; others with the tag are deleted."""
-        target = self.target
-        experiment = self._client.get_experiment_by_name(target.experiment)
-        if experiment is not None and experiment.lifecycle_stage != "active":
-            raise TrackingError(f"the MLflow experiment {target.experiment!r} was deleted: restore it, or choose another mlflow.experiment")
-        if experiment is None:
-            number = self._client.create_experiment(target.experiment, artifact_location=target.artifacts)
-        else:
-            number = experiment.experiment_id
+        target, number = self.target, _experiment(self._client, self.target)
         if not runs_of(self._client, number, target.run):
             tags = {**target.tags, RUN_TAG: target.run}
             self._client.create_run(number, start_time=target.start_ms, tags=tags, run_name=target.run)
@@ -218,6 +211,16 @@ class MlflowRun:
         for other in others:  # created at the same time, by a second tracker or by a request that had timed out
             self._client.delete_run(other.info.run_id)
         return first
+
+
+def _experiment(client: Any, target: Target) -> str:
+    """Return the id of the target's experiment, created if missing. Raises `TrackingError` if it was deleted."""
+    experiment = client.get_experiment_by_name(target.experiment)
+    if experiment is None:
+        return str(client.create_experiment(target.experiment, artifact_location=target.artifacts))
+    if experiment.lifecycle_stage != "active":
+        raise TrackingError(f"the MLflow experiment {target.experiment!r} was deleted: restore it, or choose another mlflow.experiment")
+    return str(experiment.experiment_id)
 
 
 def connect(uri: str) -> tuple[Any, Any]:
@@ -348,16 +351,11 @@ class ChildRun:
         self._uri = target.uri
         with translated(target.uri):
             self._client, self._entities = connect(target.uri)
-            experiment = self._client.get_experiment_by_name(target.experiment)
-            experiment_id = (
-                experiment.experiment_id
-                if experiment
-                else self._client.create_experiment(target.experiment, artifact_location=target.artifacts)
-            )
-            first = next(iter(runs_of(self._client, experiment_id, target.run)), None)
+            experiment = _experiment(self._client, target)
+            first = next(iter(runs_of(self._client, experiment, target.run)), None)
             self.parent_id = None if first is None else str(first.info.run_id)
             parent = {PARENT_TAG: self.parent_id} if self.parent_id else {}
-            self.run_id: str = self._client.create_run(experiment_id, tags={**target.tags, **parent}, run_name=name).info.run_id
+            self.run_id: str = self._client.create_run(experiment, tags={**target.tags, **parent}, run_name=name).info.run_id
             log_params(self._client, self._entities, self.run_id, target.params)
 
     def log(self, points: Sequence[Point]) -> None:

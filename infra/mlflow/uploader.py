@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.infra.errors import TrackingError
 from penstock.infra.mlflow.tracking import MAX_POINTS, MlflowRun, Point, RegisteredCheckpoints, Target
@@ -37,16 +37,6 @@ class Journal(Protocol):
     def sync(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """Work to do once every point is delivered."""
-
-    status: str
-    end_ms: int | None
-    artifacts: tuple[Path, ...]
-    reason: str | None
-
-
 class Uploader:
     """Delivers a journal to MLflow from a thread of its own, with growing pauses while the server does not respond."""
 
@@ -61,7 +51,8 @@ class Uploader:
         self._mlflow_run: MlflowRun | None = None
         self._checkpoints = self._registered = RegisteredCheckpoints()
         self._changed = threading.Condition()
-        self._ending: Ending | None = None
+        self._ending: dict[str, Any] | None = None
+        """Arguments of `MlflowRun.finish`, which is called once every point is delivered."""
         self._done = False
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
 
@@ -92,7 +83,7 @@ class Uploader:
         """Let the thread deliver the remaining points, set the status, attach the files and end; `wait` blocks until then."""
         self.start()
         with self._changed:
-            self._ending = Ending(status=status, end_ms=end_ms, artifacts=tuple(artifacts), reason=reason)
+            self._ending = {"status": status, "end_ms": end_ms, "artifacts": artifacts, "reason": reason}
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
@@ -147,7 +138,7 @@ class Uploader:
         self._offset = offset
         over = ending is not None and offset >= end
         if ending is not None and over:
-            self._mlflow_run.finish(ending.status, end_ms=ending.end_ms, artifacts=ending.artifacts, reason=ending.reason)
+            self._mlflow_run.finish(**ending)
         if self._to_register() or (over and self._checkpoints != self._registered):
             checkpoints = self._checkpoints
             self._mlflow_run.register(checkpoints)
