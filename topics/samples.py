@@ -193,15 +193,12 @@ def _trajectory_flaw(rollout: Rollout, tokens: int) -> str | None:
 
 def max_bytes_of(rollout: Rollout) -> int:
     """Upper bound of a sample's size in a payload, at four bytes a character."""
-    texts = (rollout.worker, rollout.messages, rollout.environment, rollout.environment_version, *_texts(rollout.turns or ()))
+    texts = [rollout.worker, rollout.messages, rollout.environment, rollout.environment_version]
+    texts += [text for turn in rollout.turns or () for text in (turn.source, turn.finish)]
     trajectory = _TURN_BYTES * len(rollout.turns or ()) + 16 * len(rollout.segments or ())
     support = 0 if rollout.support is None else len(rollout.support)
     plain = _SAMPLE_BYTES + _TOKEN_BYTES * len(rollout.token_ids) + 8 * len(rollout.span_starts) + 4 * support
     return plain + trajectory + 4 * sum(len(text) for text in texts if text)
-
-
-def _texts(turns: Sequence[Turn]) -> list[str | None]:
-    return [text for turn in turns for text in (turn.source, turn.finish)]
 
 
 def sample_row(rollout: Rollout) -> dict[str, Any]:

@@ -6,6 +6,7 @@ new values. Values are overwritten, never added, so applying a delta twice chang
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,23 +101,19 @@ def read(stream: Buffer, *, size: int) -> Iterator[tuple[Block, Any, npt.NDArray
         if problem := _flaw(block, left=len(view) - at, after=end, size=size):
             raise ValueError(f"weight delta block at byte {at - _HEADER.size}: {problem}")
         coded, values = view[at : at + block.positions], view[at + block.positions : at + block.body]
-        decode = None if not block.width else _Positions(coded, block)
+        decode = partial(_positions, coded, block) if block.width else None
         if decode is not None:
             decode()
         yield block, decode, _elements(values, block.item)
         at, end = at + block.body, block.start + block.nbytes
 
 
-class _Positions:
-    def __init__(self, coded: memoryview, block: Block) -> None:
-        self._coded, self._block = coded, block
-
-    def __call__(self) -> npt.NDArray[np.int64]:
-        block = self._block
-        positions = positions_of(self._coded, block.width)
-        if len(positions) != block.changes or (len(positions) and positions[-1] >= block.nbytes // block.item):
-            raise ValueError(f"weight delta block from byte {block.start} on: {len(positions)} positions, expected {block.changes}")
-        return positions
+def _positions(coded: memoryview, block: Block) -> npt.NDArray[np.int64]:
+    """Return the positions of a block's changed elements. Raises `ValueError` if they do not match its header."""
+    positions = positions_of(coded, block.width)
+    if len(positions) != block.changes or (len(positions) and positions[-1] >= block.nbytes // block.item):
+        raise ValueError(f"weight delta block from byte {block.start} on: {len(positions)} positions, expected {block.changes}")
+    return positions
 
 
 def code_gaps(gaps: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
