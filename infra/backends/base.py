@@ -82,66 +82,48 @@ class Backend(Protocol):
 
         Returns `loss_sum` (undivided), `tokens` (trained), `computed_tokens` (passed through the model), and `loss_fn`'s statistics.
         """
-        ...
 
     def step(self, *, denominator: float) -> StepResult:
         """Divide the gradient sum by `denominator`, clip it, update the weights and clear the gradients.
 
         Raises `BackendError` and leaves the weights unchanged if the gradient is not finite.
         """
-        ...
 
     def logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
         """[B, L-1] logprobs under the current weights, 0 on untrained tokens."""
-        ...
 
     def reference_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
         """[B, L-1] logprobs under version 0 or the reference model, 0 on untrained tokens; needs `reference=True`."""
-        ...
 
     def take_snapshot(self, tensors: Iterable[TensorBytes] | None = None) -> None:
         """Make the current weights, or `tensors`, the proximal policy of the next steps (arXiv 2505.24298); needs `snapshot=True`."""
-        ...
 
     def snapshot_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
         """[B, L-1] logprobs under the weights of `take_snapshot`, 0 on untrained tokens."""
-        ...
 
     def weights(self) -> Sequence[TensorBytes]:
         """A copy of the full, unsharded weights under the names of `model.named_parameters()`, tied ones once."""
-        ...
 
     def adapted(self) -> Adapted | None:
         """The weights as adapters and their frozen base; None if no adapters are trained."""
-        ...
 
     def load_weights(self, tensors: Iterable[TensorBytes]) -> None:
         """Replace all weights, or none on an error; the optimizer's moments stay."""
-        ...
 
     def save(self, directory: str | Path) -> None:
         """Write weights, optimizer, step count and random state into `directory`; the caller flushes it. Raises `OSError`."""
-        ...
 
     def load(self, directory: str | Path) -> None:
         """Restore exactly the state that `save` wrote. Raises `BackendError`."""
-        ...
 
     def export(self, directory: str | Path, tensors: Iterable[TensorBytes]) -> None:
         """Write `tensors`, as returned by `weights`, and the tokenizer in Hugging Face format."""
-        ...
 
     def fingerprint(self) -> dict[str, str | int]:
         """Package versions, device, threads and settings on which the last bits of the results depend."""
-        ...
 
     def close(self) -> None:
         """Release the model and its resources."""
-        ...
-
-
-def _accept(_: Mapping[str, Any]) -> str | None:
-    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +134,7 @@ class BackendKind:
     """Imports the backend; takes the fields of `BackendSettings`, and `own`."""
     own: tuple[str, ...] = ()
     """Keys of the config section `trainer` that only this backend takes."""
-    check: Callable[[Mapping[str, Any]], str | None] = _accept
+    check: Callable[[Mapping[str, Any]], str | None] = lambda _: None
     """Takes the config section `trainer`; returns one line about contradicting values, else None."""
     packages: tuple[Package, ...] = ()
     value_head: bool = False

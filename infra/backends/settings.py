@@ -102,10 +102,6 @@ class BackendSettings:
         self.learning_rate(0)
 
     @property
-    def wants_entropy(self) -> bool:
-        return self.entropy or self.entropy_bonus
-
-    @property
     def alpha(self) -> float:
         return 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
 

@@ -87,9 +87,9 @@ class LocalModel:
 
     def run_forward(self, batch: TokenBatch) -> tuple[Passed, dict[str, float]]:
         """Result of the forward pass with gradient, and statistics of the pass."""
-        offload = self.settings.offload_activations
-        with saved_on_host(self.model, device=self.device) if offload else contextlib.nullcontext():
-            passed = self.forward(self.module, batch, device=self.device, entropy=self.settings.wants_entropy, value=self.value)
+        s = self.settings
+        with saved_on_host(self.model, device=self.device) if s.offload_activations else contextlib.nullcontext():
+            passed = self.forward(self.module, batch, device=self.device, entropy=s.entropy or s.entropy_bonus, value=self.value)
         counts = {"tokens": float(batch.tokens), "computed_tokens": float(passed.computed)}
         self.flops += self.flop_count.of(batch.attention_mask.sum(1).tolist(), computed=passed.computed)
         return passed, counts | ({} if passed.entropies is None else {"entropy_sum": float(passed.entropies.detach().sum())})

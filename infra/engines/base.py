@@ -182,10 +182,6 @@ class EngineSettings:
     """True if the engine shares its device and sleeps at times."""
 
 
-def _accept(_: EngineSettings) -> None:
-    """Accept any settings."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
     """Declaration of an engine: its capabilities and how to open it, readable without importing it."""
@@ -206,7 +202,7 @@ class EngineKind:
     gpus_key: str | None = None
     """Setting for the number of GPUs of one engine; None if it is always one."""
     packages: tuple[Package, ...] = ()
-    check: Callable[[EngineSettings], None] = _accept
+    check: Callable[[EngineSettings], None] = lambda _: None
     """Raises `EngineError` for settings that cannot work on this machine, as far as that is known without loading a model."""
 
 

