@@ -59,7 +59,7 @@ RUNS_SPEC = TopicSpec(name=RUNS_TOPIC, partitions=1, configs={"cleanup.policy": 
 
 
 def is_run_id(run: str) -> bool:
-    """True for a text that can be a topic prefix and a folder name, and that no command reads as an option or keyword."""
+    """Return True if a text can be a topic prefix and a folder name, and no command reads it as an option or keyword."""
     return _RUN_ID.fullmatch(run) is not None
 
 
@@ -71,24 +71,24 @@ def check_run_id(run: str) -> str:
 
 
 def topic_name(run: str, topic: str) -> str:
-    """The Kafka name of one of a run's topics."""
+    """Return the Kafka name `RUN.TOPIC` of one of a run's topics."""
     assert topic in (*TOPICS, *TURNS, *CONTROL, STATE), topic
     return f"{run}.{topic}"
 
 
 def control_topic(run: str, role: str) -> str:
-    """The Kafka name of a role's control topic."""
+    """Return the Kafka name of a role's control topic."""
     return topic_name(run, f"control-{role}")
 
 
 def is_ours(name: str) -> bool:
-    """True if a topic of the cluster belongs to Penstock: to one run, or to all runs."""
+    """Return True if a topic of the cluster belongs to Penstock: to one run, or to all runs."""
     run, dot, topic = name.partition(".")
     return name == RUNS_TOPIC or (bool(dot and is_run_id(run)) and topic in (*TOPICS, *TURNS, *CONTROL, STATE))
 
 
 def control_topics_of(run: str) -> dict[str, TopicSpec]:
-    """A run's control topics by Kafka name; runs of earlier releases lack them."""
+    """Return Kafka name -> specification of a run's control topics, which runs of earlier releases lack."""
     specs = topics_of(run, partitions=1)
     return {name: specs[name] for name in (topic_name(run, topic) for topic in CONTROL)}
 
@@ -102,12 +102,11 @@ def topics_of(
     sample_segment_bytes: int | None = None,
     turns: bool = False,
 ) -> dict[str, TopicSpec]:
-    """All topics of a run by Kafka name, in a fixed order.
+    """Return Kafka name -> specification of all topics of a run. Raises `ValueError` for an invalid run id or count.
 
     `prompts`, `rollouts` and `groups`, and with `turns` `calls` and `replies`, have `partitions`: a group has the same partition number in
-    all; their segments have `sample_segment_bytes`, if None the broker's default. `weights` has one partition for manifests, one for
+    all. Their segments have `sample_segment_bytes`, if None the broker's default. `weights` has one partition for manifests, one for
     version 0 and the others for chunks; with only two, the chunks of version 0 are in the partition of the others.
-    Raises `ValueError` for an invalid run id or count.
     """
     check_run_id(run)
     if partitions < 1:

@@ -54,7 +54,7 @@ CODEC = Codec(SCHEMA, fields=fields_of(DeadLetter, headers=list_of(_HEADER)))
 
 
 def from_record(record: Record, *, kind: str, reason: str, worker: str, time_ns: int) -> DeadLetter:
-    """Make the dead letter about a record."""
+    """Return the dead letter for a record that cannot be used; `worker` is its writer."""
     reason = reason.encode("utf-8", "replace").decode()  # an error may quote invalid text
     return DeadLetter(**as_row(record), kind=kind, reason=reason, worker=worker, time_ns=time_ns)
 
@@ -65,20 +65,20 @@ def to_record(dead_letter: DeadLetter) -> Record:
 
 
 def of_stretch(topic: str, partition: int, offsets: range, *, reason: str, worker: str, time_ns: int) -> DeadLetter:
-    """Make the dead letter about an offset range that cannot be read."""
+    """Return the dead letter that lets readers skip an offset range, which cannot be read."""
     after = ((_NEXT, str(offsets.stop).encode()),)
     record = Record(topic=topic, partition=partition, offset=offsets.start, timestamp_ms=0, key=None, headers=after, value=b"")
     return from_record(record, kind=SKIPPED, reason=reason, worker=worker, time_ns=time_ns)
 
 
 def skipped(dead_letter: DeadLetter) -> range | None:
-    """The offsets that readers skip; None for a dead letter about one record."""
+    """Return the offsets that a dead letter lets readers skip; None if it is about one record."""
     after = dict(dead_letter.headers).get(_NEXT) or b""
     return range(dead_letter.offset, int(after)) if dead_letter.kind == SKIPPED and after.isdigit() and len(after) < 19 else None
 
 
 def stretches(letters: Iterable[Record], *, run: str) -> list[tuple[tuple[str, int], range]]:
-    """(topic, partition) and offsets of all ranges that readers skip, from the records of a run's dead letters."""
+    """Return (topic, partition) and offsets of all ranges that readers skip, from the records of the dead-letter topic of `run`."""
     skips = []
     for record in letters:
         try:
@@ -91,7 +91,7 @@ def stretches(letters: Iterable[Record], *, run: str) -> list[tuple[tuple[str, i
 
 
 def claimed_group(dead_letter: DeadLetter) -> int | None:
-    """The group number in the unusable record's header, else in its key; None if neither has one."""
+    """Return the group number in the unusable record's header, else in its key; None if neither has one."""
     if dead_letter.topic.rpartition(".")[2] not in _ABOUT_GROUPS:
         return None  # keys of other topics are no group numbers
     claim = (dict(dead_letter.headers).get("group") or dead_letter.key or b"").decode("ascii", "replace")
@@ -105,7 +105,7 @@ def encode(dead_letter: DeadLetter) -> bytes:
 
 
 def decode(value: Payload) -> DeadLetter:
-    """The dead letter in a payload. Raises `Unusable`."""
+    """Return the dead letter in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require_whole(row, "partition", "offset", "time_ns")
     require(is_name(row["topic"]) and is_name(row["worker"]) and is_name(row["kind"]), "topic, worker or kind is not a name")

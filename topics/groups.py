@@ -94,7 +94,7 @@ _FIXED_BYTES = len(CODEC.schema.serialize()) + 8192
 
 
 def _codec(*, timed: bool, limited: bool, noted: bool) -> Codec:
-    """The codec of a group record without the nullable columns that no sample uses: reward times, sampling support, reward notes."""
+    """Return the codec of a group record without the nullable columns that it does not use: reward times, sampling support, notes."""
     omitted = {"reward_ns": not timed, "support": not limited, **dict.fromkeys(_NOTED, not noted)}
     sample = pa.struct([
         column("reward", pa.float64()) if field.name == "reward" and not noted else field
@@ -125,7 +125,7 @@ class Part:
 
 
 def encode_parts(group: Group, *, run: str, worker: str, max_bytes: int = MAX_PART_BYTES) -> list[tuple[Headers, bytes]]:
-    """Headers and payload of each part, to be written in one transaction; a sample is never split.
+    """Return headers and payload of each part of a group, to be written in one transaction; a sample is never split.
 
     Raises `ValueError` for a sample of another group or one whose arrays do not match.
     """
@@ -137,22 +137,22 @@ def encode_parts(group: Group, *, run: str, worker: str, max_bytes: int = MAX_PA
 
 
 def encode(group: Group) -> bytes:
-    """The payload of a group in one part of any size."""
+    """Return the payload of a group in one part of any size."""
     return _encode(group, part=0, parts=1)
 
 
 def encode_part(part: Part) -> bytes:
-    """The payload of one part, the inverse of `decode_part`."""
+    """Return the payload of one part, the inverse of `decode_part`."""
     return _encode(part.group, part=part.part, parts=part.parts)
 
 
 def decode(value: Payload) -> Group:
-    """The group in a payload that is its only part. Raises `Unusable`."""
+    """Return the group in a payload that is its only part. Raises `Unusable`."""
     return decode_parts((value,))
 
 
 def decode_parts(values: Sequence[Payload]) -> Group:
-    """The group in the payloads of all its parts, in order. Raises `Unusable`, also if a part is missing."""
+    """Join the payloads of all parts of a group, in order. Raises `Unusable`, also if a part is missing."""
     require(values, "a group has at least one part")
     parts = [decode_part(value) for value in values]
     first = parts[0].group
@@ -167,7 +167,7 @@ def decode_parts(values: Sequence[Payload]) -> Group:
 
 
 def decode_part(value: Payload) -> Part:
-    """The part of a group in a payload. Raises `Unusable`."""
+    """Return the part of a group in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
     part, parts, outcome = row.pop("part"), row.pop("parts"), row["outcome"]
     require_whole(row, "group", "slot", "min_version", "samples_per_prompt", "epoch", "row", "created_ns", "scored_ns", "reward_ns")
@@ -187,7 +187,7 @@ def digest(values: Sequence[Payload]) -> str:
 
 
 def version_min(rollouts: Sequence[Rollout]) -> int | None:
-    """The oldest policy version of any trained token of a group; of any token if none is trained; None without samples."""
+    """Return the oldest policy version of a group's trained tokens, of any token if none is trained; None without samples."""
     trained = [rollout for rollout in rollouts if rollout.loss_mask.any()]
     return min((rollout.version_min for rollout in trained or rollouts), default=None)
 
@@ -201,12 +201,12 @@ def mean(rewards: Sequence[float]) -> float:
 
 
 def lacks_rewards(samples: int | None, no_reward: int | None) -> bool:
-    """True if a group has samples without a reward and fewer than two with one, so that its mean reward is no measure of the prompt."""
+    """Return True if samples lack a reward and fewer than two have one: then the mean reward is no measure of the prompt."""
     return bool(no_reward) and (samples or 0) - (no_reward or 0) < 2
 
 
 def headers(group: Group, *, run: str, worker: str | None = None, sha256: str | None = None) -> Headers:
-    """The headers of a group in one part; versions and tokens cover its samples, the mean reward those that have a reward.
+    """Return the headers of a group in one part; versions and tokens cover its samples, the mean reward those that have a reward.
 
     `no_reward` counts the samples without a reward; it is absent if there are none.
     """
@@ -231,7 +231,7 @@ def headers(group: Group, *, run: str, worker: str | None = None, sha256: str | 
 
 
 def check(record: Record, *, run: str) -> Headers:
-    """The headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
+    """Return the headers of a part's record of `run`, without decoding its payload. Raises `Unusable`."""
     checked = one_of(read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=OUTCOMES)
     if checked.part is None or checked.parts is None or not checked.part < checked.parts:
         raise Unusable(f"part number {checked.part} of {checked.parts} is out of range", kind="bad-header")
@@ -239,7 +239,7 @@ def check(record: Record, *, run: str) -> Headers:
 
 
 def read(records: Record | Sequence[Record], *, run: str) -> tuple[Headers, Group]:
-    """Headers of the first part, and the group, from the records of all parts in order. Raises `Unusable`."""
+    """Return the first part's headers and the group, from the records of all parts in order. Raises `Unusable` if they contradict."""
     parts = (records,) if isinstance(records, Record) else tuple(records)
     checked = [check(record, run=run) for record in parts]
     values = [record.value for record in parts]
@@ -258,7 +258,10 @@ class GroupAssembler:
         self._parts: dict[tuple[int | None, str | None], list[Record]] = {}
 
     def add(self, record: Record, headers: Headers) -> list[Record] | None:
-        """Add a part; with the last one returns all parts in order, else None. `headers`: from `check`. Raises `Unusable` for a gap."""
+        """Add a part with its headers from `check`; return the records of all parts with the last one, else None.
+
+        Raises `Unusable` if a part is missing before it.
+        """
         outcome = headers.group, headers.sha256
         parts = self._parts.get(outcome, [])
         if headers.part != len(parts):
@@ -267,12 +270,12 @@ class GroupAssembler:
         return self._parts.pop(outcome) if len(parts) + 1 == headers.parts else None
 
     def held(self) -> Iterator[Record]:
-        """First parts of groups whose other parts are still missing."""
+        """Return the first part's record of each group whose other parts are still missing."""
         return (parts[0] for parts in self._parts.values())
 
 
 def _ranges(group: Group, *, max_bytes: int) -> Iterator[tuple[int, int]]:
-    """The range of samples in each part; sizes are upper bounds, at four bytes a character."""
+    """Yield [low, high) of the samples in each part, so that no part exceeds `max_bytes` at four bytes a character."""
     fixed = _FIXED_BYTES + 4 * (
         len(group.prompt) + len(group.columns) + len(group.reason or "") + len(group.metrics or "") + sum(map(len, group.reward_names))
     )
@@ -289,7 +292,7 @@ def _ranges(group: Group, *, max_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _encode(group: Group, *, part: int, parts: int) -> bytes:
-    """Encode some samples of a group as one part. Raises `ValueError` for a sample of another group."""
+    """Return the payload of one part of a group. Raises `ValueError` for a sample of another group."""
     for sample in group.samples:
         if sample.rollout.group != group.group:
             raise ValueError(f"group {group.group}: sample {sample.rollout.sample} belongs to group {sample.rollout.group}")
@@ -302,6 +305,7 @@ def _encode(group: Group, *, part: int, parts: int) -> bytes:
 
 
 def _scored(row: dict[str, Any], *, group: int) -> ScoredSample:
+    """Return the sample in a decoded row of a group. Raises `Unusable`."""
     require(row["reward"] is None or math.isfinite(row["reward"]), f"the reward of a sample is {row['reward']}, which is not finite")
     numbers = [value for value in row["components"] if value is not None]
     require(all(map(math.isfinite, numbers)), "a component of a reward is not finite")

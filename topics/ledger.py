@@ -78,7 +78,7 @@ def digest(value: Payload) -> str:
 
 
 def evaluations(entry: Entry) -> dict[str, int]:
-    """SHA-256 of the payloads of the evaluations that an entry commits to -> evaluated version."""
+    """Return SHA-256 of the payload -> evaluated version, of the evaluations that an entry commits to."""
     listed = json.loads(entry.details or "{}").get("evaluations")
     return {sha256: version for sha256, version in listed.items() if type(version) is int} if isinstance(listed, dict) else {}
 
@@ -106,7 +106,7 @@ def decode(value: Payload) -> Entry:
 
 
 def headers(entry: Entry, *, run: str, worker: str | None = None) -> Headers:
-    """The headers of an entry; `outcome` is its kind."""
+    """Return the headers of an entry; `outcome` is its kind."""
     return Headers(run=run, schema=SCHEMA, worker=worker, **_facts(entry))
 
 
@@ -115,7 +115,7 @@ def _facts(entry: Entry) -> dict[str, Any]:
 
 
 def continues(entry: Entry, *, after: int) -> bool:
-    """True if `entry` is the next one after entry number `after` (-1: none yet), False if it repeats an earlier one.
+    """Return True if `entry` is the next one after entry number `after` (-1: none yet), False if it repeats an earlier one.
 
     Raises `Unusable(kind="mismatch")` for an entry after a gap: accepted, it would make the missing entries look like repeats.
     """

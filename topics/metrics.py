@@ -269,7 +269,7 @@ class Activity(StrEnum):
 
 
 def activity_of(labels: Mapping[str, str]) -> Activity:
-    """The activity in the labels of a status; `BUSY` if another release wrote none, or one that is unknown here."""
+    """Return the activity in a status's labels; `BUSY` if there is none, or one that only another release has."""
     try:
         return Activity(labels.get("activity", Activity.BUSY))
     except ValueError:
@@ -317,7 +317,7 @@ def decode(value: Payload) -> Measurement:
 
 
 def headers(measurement: Measurement, *, run: str) -> Headers:
-    """The headers of a measurement; `outcome` is its kind."""
+    """Return the headers of a measurement; `outcome` is its kind."""
     return Headers(run=run, schema=SCHEMA, **_facts(measurement))
 
 
@@ -327,7 +327,7 @@ def _facts(measurement: Measurement) -> dict[str, Any]:
 
 
 def entry_of(point: str) -> tuple[str, str, dict[str, str]] | None:
-    """Find a metric by its full name: its table, its key there, and the variable parts of the name; None if it is not documented.
+    """Return the table of a metric by its full name, its key there, and the variable parts of the name; None if it is not documented.
 
     Example:
         entry_of("train/tokens_at_lag_3")  # -> ("train", "tokens_at_lag_N", {"n": "3"})
@@ -343,14 +343,14 @@ def entry_of(point: str) -> tuple[str, str, dict[str, str]] | None:
 
 
 def meaning_of(point: str) -> str | None:
-    """The meaning of a metric by its full name; None if it is not documented."""
+    """Return the meaning of a metric by its full name, such as "train/loss"; None if it is not documented."""
     entry = entry_of(point)
     return None if entry is None else TABLES[entry[0]][entry[1]]
 
 
 @cache
 def _pattern(key: str) -> re.Pattern[str]:
-    """Matches the names of a table's key. Cached, because each request of `/metrics` matches each of its names with all keys."""
+    """Return the pattern of the names that a table's key covers; cached, as each request of `/metrics` matches all keys."""
     return re.compile(re.sub("|".join(_PLACEHOLDERS), lambda match: _PLACEHOLDERS[match[0]], key))
 
 

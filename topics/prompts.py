@@ -62,7 +62,7 @@ def decode(value: Payload) -> Prompt:
 
 
 def headers(prompt: Prompt, *, run: str, worker: str | None = None) -> Headers:
-    """The headers of a prompt; `policy-version-min` is the oldest version that may generate its samples, `attempt` is 1 for a retry."""
+    """Return the headers of a prompt; `policy-version-min` is the oldest version that may sample it, `attempt` is 1 for a retry."""
     return Headers(run=run, schema=SCHEMA, worker=worker, **_facts(prompt))
 
 
@@ -71,7 +71,7 @@ def _facts(prompt: Prompt) -> dict[str, Any]:
 
 
 def unread(headers: Headers, *, samples: int, created_ns: int) -> Prompt:
-    """A prompt from checked headers alone, if its payload must not be decoded: used to write its group's outcome."""
+    """Return a prompt from checked headers alone, to write its group's outcome if its payload must not be decoded."""
     assert headers.group is not None and headers.policy_version_min is not None
     return Prompt(
         group=headers.group,

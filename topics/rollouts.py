@@ -43,7 +43,7 @@ _FACTS = (
 
 
 def batches(samples: Iterable[Rollout], *, max_samples: int = MAX_SAMPLES, max_bytes: int = MAX_BYTES) -> Iterator[list[Rollout]]:
-    """Split the samples of one group into records, in order; a sample is never split."""
+    """Yield the samples of one group, in order, as lists that each fit into one record."""
     batch: list[Rollout] = []
     size = 0
     for sample in samples:
@@ -58,7 +58,7 @@ def batches(samples: Iterable[Rollout], *, max_samples: int = MAX_SAMPLES, max_b
 
 
 def encode(*samples: Rollout) -> bytes:
-    """The payload of samples of one group in ascending order. Raises `ValueError` if they or their arrays do not match."""
+    """Return the payload of samples of one group in ascending order. Raises `ValueError` if they or their arrays do not match."""
     if problem := _unlike(samples):
         raise ValueError(problem)
     codec = UNLIMITED if all(sample.support is None for sample in samples) else CODEC
@@ -66,12 +66,12 @@ def encode(*samples: Rollout) -> bytes:
 
 
 def decode(value: Payload) -> Rollout:
-    """The only sample in a payload. Raises `Unusable`."""
+    """Return the only sample in a payload. Raises `Unusable`."""
     return _single(decode_all(value))
 
 
 def decode_all(value: Payload) -> tuple[Rollout, ...]:
-    """The samples in a payload, at least one. Raises `Unusable`."""
+    """Return the samples in a payload, at least one. Raises `Unusable`."""
     samples = tuple(sample_of(row, group=row["group"]) for row in CODEC.decode(value))
     problem = _unlike(samples)
     require(problem is None, problem or "")
@@ -79,10 +79,10 @@ def decode_all(value: Payload) -> tuple[Rollout, ...]:
 
 
 def headers(*samples: Rollout, run: str, attempt: int | None = None) -> Headers:
-    """The headers of a record of these samples.
+    """Return the headers of a record of these samples.
 
-    Versions are the oldest and the newest of all, `tokens` counts what the policy generated; `outcome` is their finish, absent if it
-    differs.
+    Versions are the oldest and the newest of all, `tokens` counts what the policy generated; `outcome` is their finish, absent if they
+    differ in it.
     """
     first, several = samples[0], len(samples) > 1
     finishes = {sample.finish for sample in samples}
@@ -103,7 +103,7 @@ def headers(*samples: Rollout, run: str, attempt: int | None = None) -> Headers:
 
 
 def tokens_of(claims: Headers) -> dict[int, int]:
-    """Number -> tokens of each sample of a record, from the headers returned by `check`."""
+    """Return sample number -> generated tokens, from the headers returned by `check`."""
     if claims.sample_tokens is not None:
         return dict(claims.sample_tokens)
     assert claims.sample is not None
@@ -111,7 +111,7 @@ def tokens_of(claims: Headers) -> dict[int, int]:
 
 
 def check(record: Record, *, run: str) -> Headers:
-    """The headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
+    """Return the headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
     several = ("schema", SEVERAL_SCHEMA.encode()) in record.headers
     schema, which = (SEVERAL_SCHEMA, "sample-tokens") if several else (SCHEMA, "sample")
     claims = one_of(read_headers(record.headers, record.value, run=run, schema=schema, required=(*_REQUIRED, which)), outcomes=FINISHES)
@@ -121,13 +121,13 @@ def check(record: Record, *, run: str) -> Headers:
 
 
 def read(record: Record, *, run: str, checked: Headers | None = None) -> tuple[Headers, Rollout]:
-    """Like `read_all`, for a record of one sample."""
+    """Return headers and the sample of a record of `run` with one sample, as `read_all` does."""
     claims, samples = read_all(record, run=run, checked=checked)
     return claims, _single(samples)
 
 
 def read_all(record: Record, *, run: str, checked: Headers | None = None) -> tuple[Headers, tuple[Rollout, ...]]:
-    """Headers and samples of a record of `run`, which must agree. `checked`: its headers, if already checked. Raises `Unusable`."""
+    """Return headers and samples of a record of `run`, which must agree; `checked` are its headers from `check`. Raises `Unusable`."""
     claims = checked or check(record, run=run)
     samples = decode_all(record.value)
     expected = headers(*samples, run=run)
@@ -136,7 +136,7 @@ def read_all(record: Record, *, run: str, checked: Headers | None = None) -> tup
 
 
 def _unlike(samples: Sequence[Rollout]) -> str | None:
-    """The reason why samples cannot be one record, or `None`."""
+    """Return why samples cannot be one record; None if they can."""
     if not 1 <= len(samples) <= MAX_SAMPLES:
         return f"a record must contain 1 to {MAX_SAMPLES} samples, not {len(samples)}"
     first = samples[0]

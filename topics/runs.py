@@ -56,13 +56,13 @@ CODEC = Codec(SCHEMA, fields=fields_of(RunRecord))
 
 
 def status_of(record: RunRecord) -> RunRecord:
-    """The record for the shared runs topic, without the configuration: no value in it is executed or names a file."""
+    """Return the record for the shared topic `penstock.runs`, without the configuration: no value in it is executed or names a file."""
     steps = {name: value for name, value in json.loads(record.info).items() if name == "steps"}
     return replace(record, config=NOTHING, info=json.dumps(steps), revision=None, mac=None)
 
 
 def with_status(made: RunRecord, status: RunRecord) -> RunRecord:
-    """The definition of a run with the status in another record of the run."""
+    """Return a run's definition `made` with the status and its time from another record of the run."""
     return replace(made, status=status.status, updated_ns=status.updated_ns)
 
 
@@ -98,12 +98,12 @@ def _check_info(info: dict[str, Any]) -> None:
 
 
 def parent(info: Mapping[str, Any]) -> dict[str, Any]:
-    """The run from whose records or weights this run was made, with its `relation`, step and digest; {} for a run without a parent."""
+    """Return the run whose records or weights this run was made from, with `relation`, step and digest; {} without a parent."""
     return next(({"relation": relation, **info[name]} for name, relation in PARENTS.items() if info.get(name)), {})
 
 
 def headers(record: RunRecord, *, run: str | None = None) -> Headers:
-    """The headers of a run's record; `outcome` is its status."""
+    """Return the headers of a run's record; `outcome` is its status."""
     return Headers(run=record.run if run is None else run, schema=SCHEMA, outcome=record.status)
 
 
@@ -112,7 +112,7 @@ encode, check = _FORMAT.encode, _FORMAT.check
 
 
 def read(record: Record, *, run: str | None = None) -> tuple[Headers, RunRecord]:
-    """Headers and payload of a run's record, which must agree; of any run if `run` is None. Raises `Unusable`."""
+    """Return headers and payload of a run's record, which must agree; of any run if `run` is None. Raises `Unusable`."""
     expected = run if run is not None else (record.key or b"").decode("ascii", "replace")
     require(is_run_id(expected), f"run is {expected[:60]!r}, which is not a run id")
     return _FORMAT.read(record, run=expected)

@@ -119,7 +119,7 @@ _NAMES = tuple(field.name for field in _COLUMNS if field.name not in ("segments"
 
 
 def generated(sample: Any) -> Int32s:
-    """[G] token ids that the policy generated, without the environment's, of a `Rollout` or an engine's completion.
+    """Return [G] token ids that the policy generated, without those of the environment, of a `Rollout` or an engine's completion.
 
     Rewards, lengths and token counts are of these.
     """
@@ -131,18 +131,18 @@ def generated(sample: Any) -> Int32s:
 
 
 def reward_of(turns: Sequence[Turn] | None) -> float | None:
-    """The sum of the rewards of a trajectory's turns; None if there are none."""
+    """Return the sum of the environment's rewards for a trajectory's turns; None if there are none."""
     rewards = [turn.reward for turn in turns or () if turn.reward is not None]
     return sum(rewards) if rewards else None
 
 
 def cause_of(turns: Sequence[Turn] | None) -> str | None:
-    """The reason for which the environment ended a trajectory early, or None."""
+    """Return why the environment ended a trajectory early; None if it did not."""
     return (turns[-1].finish or "unknown") if turns and turns[-1].source == ENVIRONMENT else None
 
 
 def flaw(rollout: Rollout) -> str | None:
-    """The first inconsistency of a sample's arrays, or `None`."""
+    """Return the first inconsistency of a sample's arrays; None if they are consistent."""
     tokens = len(rollout.token_ids)
     if not tokens == len(rollout.behaviour_logprobs) == len(rollout.loss_mask):
         return f"{tokens} tokens, but {len(rollout.behaviour_logprobs)} logprobs and {len(rollout.loss_mask)} loss mask elements"
@@ -163,7 +163,7 @@ def flaw(rollout: Rollout) -> str | None:
 
 
 def _support_flaw(rollout: Rollout, tokens: int) -> str | None:
-    """The first inconsistency of the token ids that each token was sampled from, or None."""
+    """Return the first inconsistency of the token ids that each token was sampled from; None if there is none."""
     if rollout.support is None:
         return None
     if not tokens or len(rollout.support) % tokens:
@@ -175,7 +175,7 @@ def _support_flaw(rollout: Rollout, tokens: int) -> str | None:
 
 
 def _trajectory_flaw(rollout: Rollout, tokens: int) -> str | None:
-    """The first inconsistency of a trajectory's segments and turns, or None."""
+    """Return the first inconsistency of a trajectory's segments and turns; None if there is none."""
     if rollout.segments is not None:
         ends = [0, *(end for _, end, _ in rollout.segments)]
         if (
@@ -192,7 +192,7 @@ def _trajectory_flaw(rollout: Rollout, tokens: int) -> str | None:
 
 
 def max_bytes_of(rollout: Rollout) -> int:
-    """Upper bound of a sample's size in a payload, at four bytes a character."""
+    """Return an upper bound of a sample's size in a payload, at four bytes a character."""
     texts = [rollout.worker, rollout.messages, rollout.environment, rollout.environment_version]
     texts += [text for turn in rollout.turns or () for text in (turn.source, turn.finish)]
     trajectory = _TURN_BYTES * len(rollout.turns or ()) + 16 * len(rollout.segments or ())
@@ -202,7 +202,7 @@ def max_bytes_of(rollout: Rollout) -> int:
 
 
 def sample_row(rollout: Rollout) -> dict[str, Any]:
-    """The columns of a sample. Raises `ValueError` if its arrays do not match."""
+    """Return a sample as a row by column name. Raises `ValueError` if its arrays do not match."""
     if problem := flaw(rollout):
         raise ValueError(f"group {rollout.group} sample {rollout.sample}: {problem}")
     row = {"group": rollout.group, **{name: getattr(rollout, name) for name in (*_NAMES, "segments")}}
@@ -211,7 +211,7 @@ def sample_row(rollout: Rollout) -> dict[str, Any]:
 
 
 def sample_of(row: Mapping[str, Any], *, group: int) -> Rollout:
-    """The sample of a group in a decoded row. Raises `Unusable`."""
+    """Return the sample of a group in a decoded row. Raises `Unusable`."""
     segments, turns = row["segments"], row["turns"]
     require_whole(row, "sample", "top_k", "started_ns", "ended_ns")
     require_names(row, "worker")

@@ -80,14 +80,14 @@ CHUNK_CODEC = Codec(CHUNK_SCHEMA, fields=fields_of(Chunk))
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The payload of a manifest. Raises `ValueError` if its lists contradict each other."""
+    """Return the payload of a manifest. Raises `ValueError` if its lists contradict each other."""
     if problem := _flaw(manifest):
         raise ValueError(f"manifest of weight version {manifest.version} is invalid: {problem}")
     return CODEC.encode(as_row(manifest))
 
 
 def decode(value: Payload) -> Manifest:
-    """The manifest in a payload. Raises `Unusable`."""
+    """Return the manifest in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require_whole(row, "version", "step", "base_version", "nbytes", "created_ns")
     manifest = Manifest(**row)
@@ -97,7 +97,7 @@ def decode(value: Payload) -> Manifest:
 
 
 def decode_chunk(value: Payload) -> Chunk:
-    """The chunk in a payload, its data a view of `value`. Raises `Unusable`."""
+    """Return the chunk in a payload, its data a view of `value`. Raises `Unusable`."""
     (row,) = CHUNK_CODEC.decode(value)
     require_whole(row, "version", "index")
     return Chunk(**row)
@@ -114,13 +114,13 @@ def chunk_headers(chunk: Chunk, *, run: str, worker: str | None = None) -> Heade
 
 
 def check(record: Record, *, run: str) -> Headers:
-    """The headers of a manifest of `run`, without decoding its payload. Raises `Unusable`."""
+    """Return the headers of a manifest's record of `run`, without decoding its payload. Raises `Unusable`."""
     schema = next((name for name in SCHEMAS.values() if ("schema", name.encode()) in record.headers), SCHEMA)
     return read_headers(record.headers, record.value, run=run, schema=schema, required=_REQUIRED)
 
 
 def read(record: Record, *, run: str) -> tuple[Headers, Manifest]:
-    """Headers and payload of a manifest of `run`, which must agree. Raises `Unusable`."""
+    """Return headers and payload of a manifest's record of `run`, which must agree. Raises `Unusable`."""
     checked = check(record, run=run)
     manifest = decode(record.value)
     match(checked, policy_version_min=manifest.version, schema=_schema(manifest))
@@ -132,7 +132,7 @@ encode_chunk, read_chunk = _CHUNKS.encode, _CHUNKS.read
 
 
 def chain(manifests: Mapping[int, Manifest], version: int) -> list[Manifest]:
-    """The manifests from which a version is assembled: its full snapshot, then each delta. Raises `ValueError` if one is missing."""
+    """Return the manifests from which a version is assembled: its full snapshot, then each delta. Raises `ValueError` if one is missing."""
     links: list[Manifest] = []
     number: int | None = version
     while number is not None:
@@ -146,12 +146,12 @@ def chain(manifests: Mapping[int, Manifest], version: int) -> list[Manifest]:
 
 
 def layout(manifest: Manifest) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(name, element type, shape) of the tensors of a complete version, in the order of their bytes."""
+    """Return (name, element type, shape) of the tensors of a complete version, in the order of their bytes."""
     return sorted(zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True))
 
 
 def chunk_places(manifest: Manifest) -> list[tuple[int, int]]:
-    """(partition, offset) of a version's chunks, in order."""
+    """Return (partition, offset) of each chunk of a version, in order."""
     return list(zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True))
 
 
@@ -160,7 +160,7 @@ def _schema(manifest: Manifest) -> str:
 
 
 def _flaw(manifest: Manifest) -> str | None:
-    """The first contradiction between the lists of a manifest, or None."""
+    """Return the first contradiction between the lists of a manifest; None if there is none."""
     tensors = {len(manifest.names), len(manifest.dtypes), len(manifest.shapes)}
     chunks = {len(manifest.chunk_partitions), len(manifest.chunk_offsets), len(manifest.chunk_sizes), len(manifest.chunk_sha256)}
     if len(tensors) != 1 or len(chunks) != 1:

@@ -37,7 +37,7 @@ CODEC = Codec(SCHEMA, fields=fields_of(Owner))
 
 
 def key(owner: Owner) -> bytes:
-    """The record's key: compaction retains the newest of each kind."""
+    """Return the record's key, writer id and kind: compaction retains the newest record of each."""
     return f"{owner.writer}/{owner.kind}".encode()
 
 
@@ -51,7 +51,7 @@ def decode(value: Payload) -> Owner:
 
 
 def headers(owner: Owner, *, run: str) -> Headers:
-    """The headers; `outcome` is the kind, `worker` the single-writer id."""
+    """Return the headers of a claim; `outcome` is its kind, `worker` the single-writer id."""
     return Headers(run=run, schema=SCHEMA, outcome=owner.kind, worker=owner.writer)
 
 

@@ -86,7 +86,7 @@ def decode(value: Payload) -> Call:
 
 
 def headers(call: Call, *, run: str) -> Headers:
-    """The headers of a call; `policy-version-min` is the oldest version that may generate the reply, `tokens` counts the context."""
+    """Return the headers of a call; `policy-version-min` is the oldest version that may generate the reply, `tokens` counts the context."""
     return Headers(run=run, schema=SCHEMA, **_facts(call))
 
 
@@ -95,7 +95,7 @@ def _facts(call: Call) -> dict[str, Any]:
 
 
 def key_of(claims: Headers) -> TurnKey:
-    """The identity in the checked headers of a call or a reply."""
+    """Return the identity of a call or reply from its checked headers."""
     group, sample, turn, attempt, sha256 = claims.group, claims.sample, claims.turn, claims.attempt, claims.sha256
     assert group is not None and sample is not None and turn is not None and attempt is not None and sha256 is not None
     return TurnKey(group, sample, turn, attempt, sha256)

@@ -73,7 +73,7 @@ def decode(value: Payload) -> Reply:
 
 
 def headers(reply: Reply, *, run: str) -> Headers:
-    """The headers of a reply; `outcome` is how the turn finished, `tokens` counts the generated tokens."""
+    """Return the headers of a reply; `outcome` is how the turn finished, `tokens` counts the generated tokens."""
     return Headers(run=run, schema=SCHEMA, **_facts(reply))
 
 

@@ -51,7 +51,7 @@ class Block(NamedTuple):
 
 
 def encode(a: Matrix, b: Matrix, *, start: int, dtype: str, scale: float) -> list[Any]:
-    """A block that changes a tensor [rows, columns] by A [rank, columns] and B [rows, rank], as buffers to be joined."""
+    """Return a block that changes a tensor [rows, columns] by A [rank, columns] and B [rows, rank], as buffers to be joined."""
     block = Block(start, len(b), a.shape[1], len(a), DTYPES.index(dtype), scale)
     return [_HEADER.pack(*block), np.ascontiguousarray(a, "<f4"), np.ascontiguousarray(b, "<f4")]
 
@@ -73,7 +73,7 @@ def apply(stream: Buffer, below: memoryview, target: memoryview) -> None:
 
 
 def read(stream: Buffer, *, size: int) -> Iterator[tuple[Block, Matrix, Matrix]]:
-    """The blocks of a stream for a version of `size` bytes, with A and B. Raises `ValueError` for a malformed stream."""
+    """Yield each block of a stream for a version of `size` bytes, with A and B. Raises `ValueError` for a malformed stream."""
     view, at, end = memoryview(stream).cast("B"), 0, 0
     while at < len(view):
         if len(view) - at < _HEADER.size:
@@ -112,7 +112,7 @@ def merge(below: Buffer, target: memoryview, a: Matrix, b: Matrix, *, dtype: str
 
 
 def _tiles(shape: tuple[int, int], rank: int) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of the tiles that are merged one after the other."""
+    """Yield rows and columns of each tile of a product that is computed at once."""
     wide = min(shape[1], _COLUMNS, max(1, _PRODUCTS // rank))
     high = max(1, _PRODUCTS // (rank * wide))
     for left in range(0, shape[1], wide):
@@ -120,7 +120,7 @@ def _tiles(shape: tuple[int, int], rank: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _on_grid(values: Matrix, *, axis: int, bits: int) -> npt.NDArray[np.float64]:
-    """The values as multiples, of at most 2 to the `bits`, of one power of two along an axis."""
+    """Round values to multiples, of at most 2 to the `bits`, of one power of two along an axis."""
     wide = values.astype(np.float64)
     _, exponent = np.frexp(np.abs(wide).max(axis=axis, keepdims=True))
     unit = np.ldexp(1.0, exponent - bits)
@@ -133,7 +133,7 @@ def _floats(stored: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
 
 
 def _rounded(values: Matrix, dtype: str) -> npt.NDArray[Any]:
-    """The nearest numbers of a type, ties to even, in stored form."""
+    """Return the nearest numbers of a type, ties to even, in stored form."""
     if dtype != "bfloat16":
         return values.astype(_stored(dtype))
     bits = values.view(np.uint32)
@@ -151,7 +151,7 @@ def _copy(source: Buffer, target: memoryview) -> None:
 
 
 def _flaw(block: Block, *, left: int, after: int, size: int) -> str | None:
-    """The reason why a block with `left` bytes after its header cannot follow one that ends at `after` in `size` bytes, or None."""
+    """Return why a block with `left` bytes after its header cannot follow one that ends at `after` in `size` bytes; None if it can."""
     if block.dtype >= len(DTYPES) or not np.isfinite(block.scale):
         return f"element type {block.dtype} or scale {block.scale} is not supported"
     if 0 in (block.rows, block.columns, block.rank):

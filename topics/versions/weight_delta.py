@@ -45,7 +45,7 @@ class Block(NamedTuple):
 
 
 def pieces(sizes: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """(start, bytes, item) of the pieces of joined tensors, from their (bytes, bytes of an element); no piece spans two tensors."""
+    """Yield (start, bytes, item) of each piece of joined tensors, from their (bytes, bytes of an element); no piece spans two tensors."""
     start = 0
     for nbytes, item in sizes:
         longest = PIECE_BYTES // item * item
@@ -54,7 +54,7 @@ def pieces(sizes: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
 
 
 def encode(old: Buffer, new: Buffer, *, start: int, item: int) -> list[Any]:
-    """A block that turns the piece `old` into `new`, as buffers to be joined; an empty list if both are equal.
+    """Return a block that turns the piece `old` into `new`, as buffers to be joined; an empty list if both are equal.
 
     `new` is not copied if the entire piece is replaced: use the result before it changes.
     """
@@ -88,7 +88,7 @@ def apply(stream: Buffer, target: memoryview) -> None:
 
 
 def read(stream: Buffer, *, size: int) -> Iterator[tuple[Block, Any, npt.NDArray[Any]]]:
-    """Iterate over a stream's blocks for a version of `size` bytes: header, function that decodes positions (None: all), new values.
+    """Yield each block of a stream for a version of `size` bytes: header, function that decodes positions (None: all), new values.
 
     Raises `ValueError` for a malformed stream. Positions are decoded twice, here to check them, so that they are not stored.
     """
@@ -117,7 +117,7 @@ def _positions(coded: memoryview, block: Block) -> npt.NDArray[np.int64]:
 
 
 def code_gaps(gaps: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
-    """Gaps between changed elements in `width` bytes each; the largest code means as many elements without a change.
+    """Return the gaps between changed elements in `width` bytes each; the largest code means as many elements without a change.
 
     Example:
         code_gaps(np.array([3, 300]), 1)  # -> [3, 255, 45]
@@ -145,7 +145,7 @@ def positions_of(coded: Buffer, width: int) -> npt.NDArray[np.int64]:
 
 
 def _flaw(block: Block, *, left: int, after: int, size: int) -> str | None:
-    """The reason why a block with `left` bytes after its header cannot follow one that ends at `after` in `size` bytes, or None."""
+    """Return why a block with `left` bytes after its header cannot follow one that ends at `after` in `size` bytes; None if it can."""
     if block.item not in (1, 2, 4, 8) or block.width not in (0, *WIDTHS):
         return f"elements of {block.item} bytes and gaps of {block.width} are not supported"
     if block.start < after or block.start + block.nbytes > size or block.nbytes % block.item:
@@ -160,7 +160,7 @@ def _flaw(block: Block, *, left: int, after: int, size: int) -> str | None:
 
 
 def _changed(before: npt.NDArray[Any], after: npt.NDArray[Any], item: int) -> npt.NDArray[np.int32] | None:
-    """Positions where two arrays differ, None if more than half of the elements do.
+    """Return the positions where two arrays differ, None if more than half of the elements do.
 
     Eight bytes are compared at a time: few of them differ, and only those are compared element by element.
     """
@@ -181,7 +181,7 @@ def _elements(buffer: Buffer, item: int) -> npt.NDArray[Any]:
 
 
 def _skips(gaps: npt.NDArray[Any], longest: int, width: int) -> int:
-    """Number of codes for elements without a change that `code_gaps` needs."""
+    """Return the number of codes for elements without a change that `code_gaps` needs."""
     largest = _largest(width)
     return int((gaps // largest).sum()) if longest >= largest else 0
 
@@ -191,5 +191,5 @@ def _largest(width: int) -> int:
 
 
 def joined(parts: Sequence[Any]) -> bytes:
-    """The buffers of blocks as one stream."""
+    """Join the buffers of blocks to one stream."""
     return b"".join(memoryview(part).cast("B") for part in parts)

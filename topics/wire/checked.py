@@ -27,20 +27,20 @@ def is_name(text: str) -> bool:
 
 
 def require_names(row: Mapping[str, Any], *columns: str) -> None:
-    """Raise `Unusable` if a text in one of `columns` is not a safe name."""
+    """Raise `Unusable` unless the text in each of these columns is a safe name (see `is_name`)."""
     for column in columns:
         require(is_name(row[column]), f"{column} is {row[column][:_SHOWN]!r}, which is not a name")
 
 
 def require_whole(row: Mapping[str, Any], *columns: str, least: int = 0, most: int = 2**63 - 1) -> None:
-    """Raise `Unusable` if a number in one of `columns` is outside [least, most]; null is valid."""
+    """Raise `Unusable` unless the number in each of these columns is null or within [least, most]."""
     for column in columns:
         value = row[column]
         require(value is None or least <= value <= most, f"{column} is {value}, expected {least} to {most}")
 
 
 def whole(value: float | None) -> int | None:
-    """A float that is a count, as an integer; None for any other.
+    """Return a float as an integer if it is a count that float64 represents exactly; None for any other value.
 
     Example:
         whole(4.0), whole(float("nan")), whole(-1.0)  # -> (4, None, None)
@@ -49,7 +49,7 @@ def whole(value: float | None) -> int | None:
 
 
 def json_object(text: str, column: str) -> dict[str, Any]:
-    """Parse the JSON object in a column. Raises `Unusable` for other JSON."""
+    """Parse a column that has to be a JSON object; return it. Raises `Unusable` for other JSON or text."""
     value = _json(text, column)
     if not isinstance(value, dict):
         raise Unusable(f"{column} is JSON of {type(value).__name__}, expected an object", kind="undecodable")
@@ -57,7 +57,7 @@ def json_object(text: str, column: str) -> dict[str, Any]:
 
 
 def json_objects(text: str, column: str) -> list[dict[str, Any]]:
-    """Parse the JSON list of objects in a column. Raises `Unusable` for other JSON."""
+    """Parse a column that has to be a JSON list of objects; return it. Raises `Unusable` for other JSON or text."""
     value = _json(text, column)
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise Unusable(f"{column} is JSON of {type(value).__name__}, expected a list of objects", kind="undecodable")

@@ -31,13 +31,13 @@ class Codec:
         self._head: bytes = self.schema.serialize().to_pybytes()
 
     def encode(self, *rows: Mapping[str, Any]) -> bytes:
-        """The payload of rows by column name; equal values give equal bytes. Raises `ValueError` for a null that is not allowed."""
+        """Return the payload of rows by column name; equal values give equal bytes. Raises `ValueError` for a null that is not allowed."""
         arrays = [column.to_arrow([row.get(column.name) for row in rows]) for column in self._columns]
         batch = pa.RecordBatch.from_arrays(arrays, schema=self.schema)
         return b"".join((self._head, batch.serialize(), _END))
 
     def decode(self, value: Payload) -> list[Row]:
-        """The rows of a payload by column name. Any defect raises `Unusable(kind="undecodable")`."""
+        """Return the rows of a payload by column name. Any defect raises `Unusable(kind="undecodable")`."""
         try:
             batch = self._open(value)
             return read_rows(self._columns, list(batch.schema), batch.columns, rows=len(batch))
@@ -45,7 +45,7 @@ class Codec:
             raise self._unusable(error) from error
 
     def batch(self, value: Payload) -> pa.RecordBatch:
-        """The rows of a payload as a validated Arrow batch, with the columns of its writer. Any defect raises `Unusable`."""
+        """Return the rows of a payload as a validated Arrow batch, with the columns of its writer. Any defect raises `Unusable`."""
         try:
             return self._open(value)
         except _MALFORMED as error:
@@ -56,6 +56,7 @@ class Codec:
         return Unusable(f"not a {self.name} payload: {reason}", kind="undecodable")
 
     def _open(self, value: Payload) -> pa.RecordBatch:
+        """Return the one record batch of a payload, fully validated. Raises one of `_MALFORMED`."""
         messages = list(islice(pa.ipc.MessageReader.open_stream(pa.py_buffer(value)), 3))
         if [message.type for message in messages] != ["schema", "record batch"]:
             kinds = ", ".join(message.type for message in messages)
@@ -82,7 +83,7 @@ def is_compressed(metadata: Payload) -> bool:
 
 
 def _field(view: memoryview, table: int, number: int) -> int:
-    """Position of a field in a flatbuffer table; 0 if the table lacks it."""
+    """Return the position of a field in a flatbuffer table; 0 if the table lacks it."""
     vtable = table - struct.unpack_from("<i", view, table)[0]
     size = struct.unpack_from("<H", view, vtable)[0]
     offset = struct.unpack_from("<H", view, vtable + 4 + 2 * number)[0] if 4 + 2 * number < size else 0

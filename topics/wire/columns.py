@@ -48,10 +48,10 @@ class Column:
         return pa.Array.from_buffers(self.type, len(values), [validity, *buffers], nulls, 0, children)
 
     def from_arrow(self, array: pa.Array, *, path: str) -> Sequence[Any]:
-        """The values of a validated array; byte strings and numpy arrays are read-only views of it, except bool and nulls as NaN.
+        """Return the values of a validated array, None for null. Raises `ValueError`, naming `path`, for another type or a forbidden null.
 
-        Structs may lack nullable fields, which read as `None`, and have unknown nullable ones, which are ignored. Any other difference
-        of the type, and a null that is not allowed, raises `ValueError`, which names `path`.
+        Byte strings and numpy arrays are read-only views of the array, except bool and nulls as NaN. A struct may lack nullable fields,
+        which read as `None`, and may have unknown nullable ones, which are ignored.
         """
         nulls = array.null_count
         if nulls:
@@ -67,16 +67,16 @@ class Column:
         return [value if valid else None for value, valid in zip(values, array.is_valid().to_pylist(), strict=True)]
 
     def _layout(self, values: Sequence[Any]) -> tuple[list[pa.Buffer], list[pa.Array]]:
-        """The buffers except the validity, and the child arrays, of an array of values without `None`."""
+        """Return the buffers, except the validity bitmap, and the child arrays of an array of values without `None`."""
         data = [value.encode() for value in values]
         return [_offsets(data), pa.py_buffer(b"".join(data))], []
 
     def _values(self, array: pa.Array, path: str) -> Sequence[Any]:
-        """The values of an array whose type `_takes` accepts; any value where it is null."""
+        """Return the values of an array whose type `_takes` accepts; any value where it is null."""
         return array.to_pylist()  # type: ignore[no-any-return]
 
     def _takes(self, kind: pa.DataType) -> bool:
-        """True if the column can read arrays of type `kind`, although it is not the column's type."""
+        """Return True if the column can read arrays of type `kind`, which differs from the column's own."""
         return False
 
 
@@ -166,6 +166,7 @@ class Arrays(Lists):
         return pa.Array.from_buffers(self.item.type, len(joined), buffers, nulls, 0)
 
     def _elements(self, array: pa.Array, path: str) -> Any:
+        """Return the elements of all lists in one numpy array, if possible a view; nulls are NaN."""
         size, nulls = len(array), array.null_count
         if not size or array.type != self.item.type or (nulls and not self.item.nullable):
             self.item.from_arrow(array, path=path)
@@ -212,7 +213,7 @@ class Reserved(Column):
 
 
 def column_of(field: pa.Field) -> Column:
-    """The column that writes and reads a field."""
+    """Return the column that writes and reads the values of a schema's field."""
     kind = field.type
     if field.nullable and pa.types.is_nested(kind) and not pa.types.is_list(kind):
         return Reserved(field)
@@ -228,12 +229,15 @@ def column_of(field: pa.Field) -> Column:
 
 
 def columns_of(fields: Iterable[pa.Field]) -> tuple[Column, ...]:
-    """The columns of the fields of a schema or struct."""
+    """Return the columns of the fields of a schema or struct."""
     return tuple(map(column_of, fields))
 
 
 def read_rows(columns: Sequence[Column], fields: Sequence[pa.Field], arrays: Sequence[pa.Array], *, rows: int, path: str = "") -> list[Row]:
-    """The rows of `arrays`, whose fields are `fields`, with the values of `columns`. Raises `ValueError`, as `Column.from_arrow` does."""
+    """Return the rows, as dicts by column name, of `arrays` with the schema `fields`. Raises `ValueError`, as `Column.from_arrow` does.
+
+    Missing nullable columns read as `None`; unknown nullable fields are ignored.
+    """
     present = {field.name: array for field, array in zip(fields, arrays, strict=True)}
     if len(present) != len(fields):
         raise ValueError("two columns have the same name")
@@ -252,7 +256,7 @@ def read_rows(columns: Sequence[Column], fields: Sequence[pa.Field], arrays: Seq
 
 
 def as_row(record: Any) -> Row:
-    """The fields of a dataclass by name, not copied."""
+    """Return the fields of a dataclass by name, without copying their values."""
     return {name: getattr(record, name) for name in record.__dataclass_fields__}
 
 

@@ -11,22 +11,22 @@ from penstock.topics.wire.columns import Bools, Float32s, Int32s
 
 
 def column(name: str, kind: pa.DataType, *, nullable: bool = False) -> pa.Field:
-    """One field of a schema or of a struct."""
+    """Return a field of a schema or struct, not nullable by default."""
     return pa.field(name, kind, nullable=nullable)
 
 
 def list_of(kind: pa.DataType, *, nullable: bool = False) -> pa.DataType:
-    """Type of lists with elements of `kind`; with `nullable` elements may be null."""
+    """Return the type of lists with elements of `kind`, which may be null if `nullable`."""
     return pa.list_(pa.field("item", kind, nullable=nullable))
 
 
 def map_of(kind: pa.DataType) -> pa.DataType:
-    """Maps from strings to `kind`."""
+    """Return the type of maps from strings to `kind`."""
     return pa.map_(pa.string(), pa.field("value", kind, nullable=False))
 
 
 def fields_of(record: type, **kinds: pa.DataType) -> tuple[pa.Field, ...]:
-    """A column for each field of a dataclass, in their order; `kinds`: types by field, if its annotation does not tell them."""
+    """Return a column for each field of a dataclass, in order; `kinds` has types by field where the annotation does not determine them."""
     return tuple(
         column(name, kinds.get(name) or _arrow(hint), nullable=type(None) in get_args(hint))
         for name, hint in get_type_hints(record).items()
@@ -45,7 +45,7 @@ _ARROW: dict[Any, pa.DataType] = {
 
 
 def _arrow(hint: Any) -> pa.DataType:
-    """The Arrow type of an annotation. Raises `KeyError` for one that has none."""
+    """Return the Arrow type of an annotation. Raises `KeyError` for one that has none."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return _arrow(inner[0])

@@ -69,7 +69,7 @@ class Headers:
     """Number of samples of a group without a reward."""
 
     def encode(self, value: Payload) -> RawHeaders:
-        """Names and ASCII values on the wire, including the checksum of this payload; absent headers are omitted, `reward-mean` is exact.
+        """Return names and ASCII values as sent, with the checksum of headers and `value`; absent headers are omitted.
 
         Example:
             Headers(run="r", schema="rollouts/1", group=3).encode(b"")
@@ -91,7 +91,7 @@ _VERSIONED = re.compile(rb"([a-z-]+)/([0-9]{1,4})")
 
 
 def read_headers(raw: RawHeaders, value: Payload, *, run: str, schema: str, required: Iterable[str] = ()) -> Headers:
-    """Read and check the headers of a record of `run` and `schema` with this payload; `required`: wire names in addition to those two.
+    """Check the headers of a record against `run`, `schema` and its payload, and return them; `required` lists further wire names.
 
     Unknown headers are ignored. Raises `Unusable`, kinds missing-header, bad-header, foreign-run, schema-version, checksum; a record of
     another run or version is refused before its other headers are read. Raises `NewerSchema` for a valid record of a newer version.
@@ -125,7 +125,7 @@ def read_headers(raw: RawHeaders, value: Payload, *, run: str, schema: str, requ
 
 
 def match(headers: Headers, **facts: Fact | None) -> None:
-    """Raise `Unusable(kind="mismatch")` unless each present header equals the payload's value in `facts`, by field."""
+    """Raise `Unusable(kind="mismatch")` unless each present header equals the value in `facts`, by field, that the payload has for it."""
     for field, truth in facts.items():
         claim = getattr(headers, field)
         if claim is not None and claim != truth and repr(claim) != repr(truth):  # NaN differs from itself, its text does not
@@ -133,21 +133,21 @@ def match(headers: Headers, **facts: Fact | None) -> None:
 
 
 def one_of(headers: Headers, *, outcomes: Iterable[str]) -> Headers:
-    """Return the headers. Raises `Unusable(kind="bad-header")` for an outcome that is not in `outcomes`."""
+    """Return the headers. Raises `Unusable(kind="bad-header")` if the header `outcome` is not in `outcomes`."""
     if headers.outcome is not None and headers.outcome not in outcomes:
         raise Unusable(f"header 'outcome' is {headers.outcome[:_SHOWN]!r}, expected one of {', '.join(outcomes)}", kind="bad-header")
     return headers
 
 
 def _is_newer(schema: bytes, *, than: str) -> str:
-    """The schema as text if it has the same topic and a higher number than `than`; else ""."""
+    """Return the schema as text if it is a newer version of `than`, such as "rollouts/3" of "rollouts/2"; else ""."""
     topic, _, number = than.rpartition("/")
     match = _VERSIONED.fullmatch(schema)
     return schema.decode() if match and match[1] == topic.encode() and int(match[2]) > int(number) else ""
 
 
 def _identify(values: dict[str, bytes], name: str, *, expected: str, kind: Kind) -> None:
-    """Raise `Unusable`, of `kind` for another value, unless the header `name` has the value `expected`."""
+    """Raise `Unusable` if the header `name` is missing, or, with `kind`, if its value is not `expected`."""
     if name not in values:
         raise Unusable(f"header {name!r} is missing", kind="missing-header")
     if values[name] == expected.encode():
@@ -173,7 +173,7 @@ def _checksum(lines: list[bytes], value: Payload) -> bytes:
 
 
 def _spelled(fact: Fact) -> bytes:
-    """The text of a header's value as bytes; a float becomes its shortest exact text."""
+    """Return a header's value as ASCII bytes; a float as its shortest exact text."""
     text = ",".join(f"{number}:{tokens}" for number, tokens in fact) if isinstance(fact, tuple) else str(fact)
     return text.encode("ascii")
 
@@ -207,6 +207,7 @@ def _pairs(name: str, value: bytes) -> tuple[tuple[int, int], ...]:
 
 
 def _text(name: str, value: bytes) -> str:
+    """Return a header's value as text. Raises `Unusable` if it is null, too long or not ASCII."""
     if not isinstance(value, bytes):
         raise Unusable(f"header {name!r} has no value", kind="bad-header")
     if len(value) > MAX_HEADER_BYTES:

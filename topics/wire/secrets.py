@@ -6,7 +6,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 
 def without_passwords(text: str) -> str:
-    """JSON of a configuration, or with one under "config", without `kafka.security` and the password in `mlflow.tracking_uri`.
+    """Remove `kafka.security` and the password in `mlflow.tracking_uri` from JSON of a configuration, or of one under "config".
 
     Example:
         without_passwords('{"kafka": {"security": {"sasl_plain_password": "x"}}}')  # -> '{"kafka": {}}'
@@ -34,7 +34,7 @@ def _scrub(config: dict[str, Any]) -> bool:
 
 
 def without_password(uri: str) -> str:
-    """The address without the user and password before the host.
+    """Return an address without the user and password before the host.
 
     Example:
         without_password("https://me:secret@host/x")  # -> "https://host/x"

@@ -19,10 +19,10 @@ _ONE_LINE = re.compile(f"[{_HIDDEN}\t\n]")
 
 
 def visible(text: str, *, one_line: bool = False) -> str:
-    """The text with hidden characters escaped as in Python, and long lines cut; with `one_line` also line feeds and tabs escaped.
+    """Escape hidden characters as Python does, and cut long lines; with `one_line`, also escape line feeds and tabs.
 
     Example:
-        visible("a\\x1b[2J")  # -> "a\\\\x1b[2J"
+        visible("a\x1b[2J")  # -> "a\\x1b[2J"
     """
     if not (text.isascii() and text.isprintable()):
         text = (_ONE_LINE if one_line else _SEVERAL_LINES).sub(_escaped, text)
@@ -45,10 +45,10 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def well_formed(text: str) -> str:
-    """The text with U+FFFD for each lone surrogate; two surrogates that encode one character become that character.
+    """Replace each lone surrogate by U+FFFD, and two surrogates that encode one character by that character.
 
     Example:
-        well_formed("5d\\ud83d=")  # -> "5d\ufffd="
+        well_formed("5d\ud83d=")  # -> "5d�="
     """
     if text.isascii() or not _SURROGATE.search(text):
         return text
@@ -56,7 +56,7 @@ def well_formed(text: str) -> str:
 
 
 def well_formed_json(value: Any) -> tuple[Any, int]:
-    """A JSON value with all texts and keys well formed, and the number of replaced lone surrogates. Other objects stay unchanged."""
+    """Return a JSON value with all texts and keys `well_formed`, and the number of surrogates that became U+FFFD."""
     if isinstance(value, str):
         text = well_formed(value)
         return text, text.count(REPLACEMENT) - value.count(REPLACEMENT)
