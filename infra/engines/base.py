@@ -55,7 +55,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupRequest:
-    """A request to sample one prompt: `samples` are the requested numbers among the group's `rows` samples."""
+    """A request to sample one prompt: `samples` lists which numbers, of the group's `rows` samples, the engine returns."""
 
     group: int
     prompt_ids: npt.NDArray[np.int32]
@@ -141,13 +141,13 @@ class Engine(Protocol):
         """Abort a group; returns its unfinished requested samples with their tokens so far and finish "abort"."""
 
     def groups_in_flight(self) -> list[GroupInFlight]:
-        """The groups in flight, lowest number first."""
+        """Return the progress of each group in flight, lowest number first."""
 
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
         """Load all tensors, or none and raise `EngineError`; only while idle unless its kind `swaps_in_flight`."""
 
     def stats(self) -> dict[str, float]:
-        """Counts and seconds since the engine was created."""
+        """Return counts and seconds by metric name, since the engine was created."""
 
     def close(self) -> None:
         """Release the model and drop the groups in flight."""
@@ -207,7 +207,7 @@ class EngineKind:
 
 
 def uniforms(*, seed: int, group: int, sample: int, count: int) -> npt.NDArray[np.float64]:
-    """`count` uniform numbers in [0, 1) of one sample, one per token, from a counter-based generator (Philox-4x64)."""
+    """Return `count` uniform numbers in [0, 1), one per token of a sample, from a counter-based generator (Philox-4x64)."""
     key = np.array([seed, group], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, sample])).random(count)
 

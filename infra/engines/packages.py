@@ -35,7 +35,7 @@ MEDIA = ("torchvision", "torchaudio")
 
 @contextmanager
 def left_out(*others: str) -> Iterator[None]:
-    """In the block, `UNUSED` and `others` cannot be imported: None in `sys.modules` hides a package. Imported packages stay."""
+    """In the block, let imports of `UNUSED` and `others` fail (None in `sys.modules`), unless they are imported already."""
     hidden = [name for name in (*UNUSED, *others) if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
@@ -46,6 +46,6 @@ def left_out(*others: str) -> Iterator[None]:
 
 
 def import_transformers() -> None:
-    """Import what opens causal language models, which transformers would otherwise do, with `UNUSED` and `MEDIA`, at the first model."""
+    """Import what opens causal language models, while `UNUSED` and `MEDIA` cannot be imported: they take seconds and are not needed."""
     with left_out(*MEDIA):
         from transformers import AutoModelForCausalLM  # noqa: F401

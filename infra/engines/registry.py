@@ -8,6 +8,7 @@ from penstock.infra.engines.packages import Package, import_transformers
 
 
 def _open_transformers(settings: EngineSettings) -> Engine:
+    """Return an engine on the GPU, or on the CPU if there is none; imports torch and transformers. Raises `EngineError`."""
     import torch
 
     import_transformers()

@@ -64,7 +64,7 @@ class SharedDevice:
         return True
 
     def wait(self, stop: Event, *, meanwhile: Callable[[], None]) -> bool:
-        """Acquire the device without a timeout; False if `stop` is set before."""
+        """Acquire the device without a timeout, calling `meanwhile` between attempts; return False if `stop` is set before."""
         while not self.acquire():
             meanwhile()
             if stop.wait(POLL_S):
@@ -73,7 +73,7 @@ class SharedDevice:
         return True
 
     def leave_queue(self) -> None:
-        """Stop waiting: an unused position in the queue would block the other processes."""
+        """Leave the queue for the device, if in it: an unused position in it would block the other processes."""
         if self._queued:
             self._queued = False
             fcntl.flock(self._queue, fcntl.LOCK_UN)

@@ -59,6 +59,7 @@ class ToyEngine:
         heapq.heappush(self._waiting, (request.group, self._submitted, request))
 
     def step(self) -> list[Completion]:
+        """Start waiting groups, return the samples that end with the next token of all running groups; sleeps `delay_s`."""
         while self._waiting and len(self._running) < self._capacity:
             self._running.append(self._start(heapq.heappop(self._waiting)[2]))
         if not self._running:
@@ -130,6 +131,7 @@ class _Group:
         return self.ended_tokens + self.steps * len(self.unended)
 
     def step(self, version: int) -> list[Completion]:
+        """Advance all samples by one token under `version`; return those that end."""
         if version != self.spans[-1].version:
             self.spans = [span for span in self.spans if span.start < self.steps] + [Span(version, self.steps)]
         self.steps += 1
@@ -159,6 +161,7 @@ class _Group:
 
 
 def _generate(request: GroupRequest, sample: int, base: int, vocabulary: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """Return all token ids and logprobs of a sample, which follow from request, prompt and weights (`base`)."""
     sampling = request.sampling
     seed, group, sample = (0, 0, 0) if sampling.greedy else (request.seed, request.random_group, sample)
     longest = sampling.max_new_tokens

@@ -33,11 +33,11 @@ class Adapted:
     """Tensor name -> adapter."""
 
     def merged(self) -> list[TensorBytes]:
-        """A copy of the weights with adapters merged."""
+        """Return a copy of the weights with adapters merged."""
         return [self._merged(tensor) for tensor in self.below()]
 
     def blocks(self, layout: Iterable[tuple[str, str, Sequence[int]]]) -> Iterator[Any]:
-        """The adapters as encoded for `weight_adapter.apply`, in buffers to be joined; `layout` has (name, dtype, shape)."""
+        """Yield the adapters as encoded for `weight_adapter.apply`, in buffers to be joined; `layout` has (name, dtype, shape)."""
         start = 0
         for name, dtype, shape in sorted(layout):
             if (adapter := self.adapters.get(name)) is not None:
@@ -45,6 +45,7 @@ class Adapted:
             start += expected_nbytes(dtype, shape)
 
     def _merged(self, tensor: TensorBytes) -> TensorBytes:
+        """Return a copy of a base tensor, with its adapter added if it has one."""
         data, adapter = allocated(tensor.nbytes), self.adapters.get(tensor.name)
         if adapter is None:
             copy_bytes(data, tensor.data)

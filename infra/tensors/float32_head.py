@@ -7,7 +7,7 @@ from torch.nn import functional
 
 
 def float32_logits(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """[..., V] float32 logits of hidden states [..., hidden], with an output layer's weight [V, hidden] and bias [V]."""
+    """Return [..., V] float32 logits of hidden states [..., hidden], with an output layer's weight [V, hidden] and bias [V]."""
     if states.is_cuda and states.ndim == 2 and weight.dtype != torch.float32 and not torch.is_grad_enabled():
         logits = torch.mm(states, weight.T, out_dtype=torch.float32)  # as fast as in bfloat16; it has no gradient
         return logits if bias is None else logits + bias

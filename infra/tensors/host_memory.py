@@ -29,7 +29,7 @@ _mapped: weakref.WeakValueDictionary[int, "HostMemory"] = weakref.WeakValueDicti
 
 
 def is_supported() -> bool:
-    """True if this process can use memfd and /proc (Linux)."""
+    """Return True if this process can share memory by memfd and /proc (Linux)."""
     if sys.platform != "linux" or not os.path.exists("/proc/self/fd"):
         return False
     try:
@@ -63,7 +63,7 @@ class HostMemory(mmap.mmap):
 
     @classmethod
     def shared(cls, size: int) -> "HostMemory":
-        """New memory of a head and `size` bytes, which other processes of this user can map."""
+        """Return new memory of a head and `size` bytes, which other processes of this user can map."""
         file = os.memfd_create("penstock-weights", os.MFD_CLOEXEC)
         os.fchmod(file, 0o600)
         os.ftruncate(file, HEAD_BYTES + size)
@@ -91,7 +91,7 @@ class HostMemory(mmap.mmap):
         return memoryview(self)[HEAD_BYTES:]
 
     def page_lock(self) -> None:
-        """Register the memory with CUDA, once, so that devices copy it directly; without it copies are slower and wait."""
+        """Register the memory with CUDA, once, so that devices copy it directly; otherwise copies are slower and synchronous."""
         if self._registered is None:
             import torch
 
@@ -102,7 +102,7 @@ class HostMemory(mmap.mmap):
                     torch.zeros(1, device="cuda")
 
     def emptied(self) -> bool:
-        """Mark the memory as without a version; False while another process reads it."""
+        """Mark the memory as having no version; return False, unchanged, while another process reads it."""
         if self.file < 0:
             return True
         if not locked(self.file, fcntl.LOCK_EX):
@@ -119,7 +119,7 @@ class Mappings:
         self._recent: list[HostMemory] = []
 
     def of(self, file: int, *, writable: bool) -> HostMemory:
-        """The memory of `file`, which is closed with it."""
+        """Return the memory of `file`, which is closed with the memory; files mapped recently are not mapped again."""
         memory = HostMemory(file, writable=writable)
         memory = next((recent for recent in self._recent if recent.inode == memory.inode), memory)
         self._recent = [*(recent for recent in self._recent if recent is not memory), memory][-RECENT:]
@@ -135,13 +135,14 @@ class HostBuffers:
         self._idle: list[HostMemory] = []
 
     def take(self, size: int) -> memoryview:
-        """Memory of `size` bytes with any content; reusable once this view and all its parts are deleted."""
+        """Return memory of `size` bytes with any content; reusable once this view and all its parts are deleted."""
         memory = self._reusable(size) or (HostMemory.shared(size) if self.shared else HostMemory(size=HEAD_BYTES + size))
         array: Any = np.frombuffer(memory, np.uint8)[HEAD_BYTES:]
         weakref.finalize(array, self._idle.append, memory).atexit = False
         return memoryview(array)
 
     def _reusable(self, size: int) -> HostMemory | None:
+        """Return an idle buffer of this size that no process reads, removed from the idle ones; None if there is none."""
         for memory in list(self._idle):
             if len(memory) == HEAD_BYTES + size and memory.emptied():
                 self._idle.remove(memory)
@@ -150,7 +151,7 @@ class HostBuffers:
         return None
 
     def copy(self, tensors: Sequence[TensorBytes]) -> list[TensorBytes]:
-        """A copy of the tensors, joined in name order; the interpreter is free meanwhile."""
+        """Return a copy of the tensors, joined in name order; the interpreter is free meanwhile."""
         ordered = sorted(tensors, key=lambda tensor: tensor.name)
         layout = [(tensor.name, tensor.dtype, tensor.shape) for tensor in ordered]
         targets = tensors_in(layout, self.take(sum(tensor.nbytes for tensor in ordered)))
@@ -160,12 +161,12 @@ class HostBuffers:
 
 
 def allocated(size: int) -> memoryview:
-    """`size` bytes of this process that are not touched, so that the interpreter does not wait for the pages."""
+    """Return `size` bytes of this process whose pages are not touched, so that the interpreter does not wait for them."""
     return HostMemory(size=HEAD_BYTES + size).data
 
 
 def tensors_in(layout: Iterable[tuple[str, str, Sequence[int]]], data: memoryview) -> list[TensorBytes]:
-    """Tensors of these names, dtypes and shapes, one after the other in `data`."""
+    """Return tensors of these names, dtypes and shapes, one after the other in `data`."""
     tensors, start = [], 0
     for name, dtype, shape in layout:
         end = start + expected_nbytes(dtype, shape)
@@ -180,7 +181,7 @@ def copy_bytes(target: memoryview | bytes, source: memoryview | bytes) -> None:
 
 
 def located(data: memoryview | bytes) -> tuple[HostMemory | None, int]:
-    """The `HostMemory` that contains these bytes and their offset in it; None and 0 for other memory."""
+    """Return the `HostMemory` that contains these bytes and their offset in it; None and 0 for other memory."""
     start = _bytes_of(data).ctypes.data
     for address, memory in list(_mapped.items()):
         if address <= start < address + len(memory):
@@ -189,7 +190,7 @@ def located(data: memoryview | bytes) -> tuple[HostMemory | None, int]:
 
 
 def shared_table(tensors: Sequence[TensorBytes]) -> tuple[HostMemory, list[int]] | None:
-    """The one shared memory that contains all these tensors, and the offset of each; None if there is none."""
+    """Return the one shared memory that contains all these tensors, and the offset of each; None if there is none."""
     offsets, shared = list[int](), None
     for tensor in tensors:
         memory, offset = located(tensor.data) if tensor.nbytes else (shared, 0)
@@ -201,7 +202,7 @@ def shared_table(tensors: Sequence[TensorBytes]) -> tuple[HostMemory, list[int]]
 
 
 def filled_memory(tensors: Sequence[TensorBytes]) -> HostMemory | None:
-    """The shared memory that consists of a head and these tensors, one after the other; None if there is none."""
+    """Return the shared memory that consists of a head and these tensors, one after the other; None if there is none."""
     table, start = shared_table(tensors), HEAD_BYTES
     if table is None:
         return None

@@ -66,7 +66,7 @@ class MachineMemory:
         self._numbers[1] = len(written)
 
     def claim(self) -> bool:
-        """Become the writer unless another process is; True if this process is the writer. The content is unchanged.
+        """Become the writer unless another process is; return True if this process is the writer. The content is unchanged.
 
         Raises `OSError` if abstract sockets are forbidden.
         """
@@ -86,7 +86,7 @@ class MachineMemory:
         return True
 
     def request_file(self) -> int | None:
-        """Request the writer's file, to be passed to `map`; None if there is none or it is mapped already.
+        """Return the descriptor of the writer's file, to be passed to `map`; None if there is none or it is mapped already.
 
         Raises `TimeoutError` if the writer does not respond, and `PermissionError` if it belongs to another user.
         """

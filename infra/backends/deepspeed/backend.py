@@ -54,6 +54,7 @@ def check_stored(directory: Path) -> None:
 
 
 def _check_owner(path: Path) -> None:
+    """Raise `BackendError` if another user owns a file or folder or may write to it: such a checkpoint could run code."""
     status = path.stat()
     if status.st_uid not in (os.getuid(), 0):
         raise BackendError(f"{path} belongs to another user, who could change it: copy the checkpoint to a folder that you own")
@@ -66,7 +67,7 @@ MASTER, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")
 
 
 class Shards:
-    """The shards of a checkpoint, addressed by parameter."""
+    """The trainer state in a checkpoint's files, one per process that wrote it (a shard), addressed by parameter."""
 
     def __init__(self, directory: Path) -> None:
         """Map the files of `directory` into memory. Raises `BackendError` if there are none."""
@@ -90,11 +91,11 @@ class Shards:
                     self._pieces[name].append((tensors, start, count))
 
     def size(self, name: str) -> int:
-        """Number of elements of a parameter; 0 if it is missing."""
+        """Return the number of stored elements of a parameter; 0 if it is missing."""
         return sum(count for _, _, count in self._pieces.get(name, []))
 
     def copy(self, kind: str, name: str, offset: int, target: torch.Tensor) -> None:
-        """Fill `target` [N] with the elements of a parameter from `offset` on."""
+        """Fill `target` [N] with the elements from `offset` on of a parameter's state `kind`: master weights or a moment."""
         first = 0
         for tensors, start, count in self._pieces[name]:
             low, high = max(offset, first), min(offset + target.numel(), first + count)
@@ -103,7 +104,7 @@ class Shards:
             first += count
 
     def _ranges(self, part: Mapping[str, Any], rank: int, ranks: int) -> Iterator[dict[str, tuple[int, int]]]:
-        """For each flat tensor of a shard: parameter -> start and number of elements of its piece."""
+        """Yield, for each flat tensor of a shard, parameter -> start and number of elements of its part there."""
         if "fp32_flat_groups" not in part:
             for mapping in part["param_slice_mappings"]:
                 yield {name: (address.start, address.numel) for name, address in mapping.items()}
@@ -119,7 +120,7 @@ class Shards:
 
 @torch.no_grad()
 def load_shards(engine: Any, directory: Path) -> Mapping[str, Any]:
-    """Restore this process's master weights and moments, and all weights; returns the `client_state`.
+    """Restore this process's master weights and moments, and all weights; return the `client_state`.
 
     The optimizer keeps the settings of the current run. Raises `BackendError` if there is no state or it is of another model.
     """
@@ -152,7 +153,7 @@ Pieces = Iterator[tuple[str, int, int, int]]
 
 
 def _whole(optimizer: Any) -> Iterator[tuple[torch.Tensor, Pieces]]:
-    """Stages 1 and 2: the concatenated parameters of a group are divided into equal parts."""
+    """Yield each flat master of this process with its pieces, in ZeRO stages 1 and 2: a group's joined parameters in equal parts."""
 
     def pieces(parameters: list[Any]) -> Pieces:
         for parameter in parameters:
@@ -165,7 +166,7 @@ def _whole(optimizer: Any) -> Iterator[tuple[torch.Tensor, Pieces]]:
 
 
 def _partitioned(optimizer: Any) -> Iterator[tuple[torch.Tensor, Pieces]]:
-    """Stage 3: each parameter is divided into equal parts."""
+    """Yield each flat master of this process with its pieces, in ZeRO stage 3: each parameter in equal parts."""
     rank = torch.distributed.get_rank()
 
     def pieces(parameters: list[Any]) -> Pieces:
@@ -305,7 +306,7 @@ class DeepSpeedBackend(LocalModel):
         self.steps, self.has_gradient = state["steps"], False
 
     def fingerprint(self) -> dict[str, str | int]:
-        """What the last bits of the results depend on: as for `torch`, and DeepSpeed's version, ZeRO stage, offload and user options."""
+        """Return what the last bits of the results depend on: as for `torch`, and DeepSpeed's version, ZeRO stage, offload, options."""
         return super().fingerprint() | {
             "deepspeed": self.deepspeed.__version__,
             "zero_stage": self.zero_stage,
@@ -321,7 +322,7 @@ class DeepSpeedBackend(LocalModel):
         gc.collect()  # engine, hooks and model refer to each other
 
     def _config(self) -> dict[str, Any]:
-        """DeepSpeed's configuration: Penstock's settings with the user's options merged over them."""
+        """Return DeepSpeed's configuration: Penstock's settings with the user's options merged over them."""
         clip = self.settings.max_grad_norm if self.zero_stage else 0.0  # stage 0 clips in `_divide_and_clip`
         host = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         offloaded = {"offload_optimizer": host} if self.offload != "none" else {}
@@ -360,7 +361,7 @@ class DeepSpeedBackend(LocalModel):
             raise BackendError(f"DeepSpeed rejects trainer.deepspeed_config: {reason}") from error
 
     def _load_whole(self, directory: str | Path) -> Mapping[str, Any]:
-        """Load the state of stage 0, which every process holds in full; the optimizer keeps the settings of the current run."""
+        """Load and return the state of stage 0, which every process has in full; the optimizer keeps the current run's settings."""
         settings = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
         check_stored(Path(directory) / TAG)
         path, state = self.engine.load_checkpoint(str(directory), tag=TAG)

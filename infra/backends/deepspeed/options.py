@@ -49,7 +49,7 @@ AGREED: Mapping[str, Any] = {"optimizer": {"type": "AdamW"}}
 
 
 def mistake(options: Mapping[str, Any]) -> str | None:
-    """Describe in one line the first option that Penstock sets itself; None if there is none."""
+    """Return an error about the first option that Penstock sets itself; None if there is none."""
     user_options = without_auto(options)
     for name, why in OURS.items():
         value: Any = user_options
@@ -61,7 +61,7 @@ def mistake(options: Mapping[str, Any]) -> str | None:
 
 
 def without_auto(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options without those that are "auto", tables without anything else in them, and tables whose `enabled` is "auto".
+    """Return the options without those that are "auto", tables that are then empty, and tables whose `enabled` is "auto".
 
     Example:
         without_auto({"bf16": {"enabled": "auto"}, "zero_optimization": {"reduce_bucket_size": 5}})
@@ -79,12 +79,12 @@ def without_auto(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def passed_on(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's options that are passed to DeepSpeed."""
+    """Return the user's options that are passed to DeepSpeed."""
     return {name: value for name, value in without_auto(options).items() if name not in AGREED}
 
 
 def merged(ours: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with `options` merged over it, table by table."""
+    """Return the configuration with `options` merged over it, table by table."""
     result = dict(ours)
     for name, value in options.items():
         table = result.get(name)

@@ -78,7 +78,7 @@ class Forward:
         return _passed(logprobs, entropies, values, slot=tree.slot, batch=batch, computed=len(tree.ids))
 
     def _padded(self, module: Any, batch: TokenBatch, *, device: torch.device, entropy: bool, value: ValueHead | None) -> Passed:
-        """Compute padded rows without an attention mask: causal attention ignores padding on the right, and its fast path has no mask."""
+        """Compute padded rows without an attention mask: causal attention ignores padding on the right, and is fastest without a mask."""
         input_ids = torch.from_numpy(batch.input_ids).to(device, non_blocking=True)
         columns = torch.from_numpy(batch.logit_columns()).to(device)
         states, head = self._run(module, input_ids=input_ids[:, :-1], logits_to_keep=columns)
@@ -96,7 +96,7 @@ class Forward:
         return _passed(logprobs, entropies, values, slot=slot, batch=batch, computed=rows * (input_ids.shape[1] - 1))
 
     def _run(self, module: Any, **inputs: Any) -> tuple[torch.Tensor, Head | None]:
-        """Hidden states and the output layer, or logits and None."""
+        """Return hidden states and the output layer, or without `in_pieces` logits and None."""
         if not self.in_pieces:
             return module(**inputs, use_cache=False).logits, None
         layer = module.get_output_embeddings()
@@ -110,7 +110,7 @@ class Forward:
 
 
 def choose_forward(model: Any, *, share: str, device: torch.device, in_pieces: bool = True, compile_layers: bool = False) -> Forward:
-    """The fastest way whose logprobs equal the plain forward's; sets the model's attention implementation, and whether layers are compiled.
+    """Return the fastest way whose logprobs equal the plain forward's, and set up the model's attention and layers for it.
 
     `share` is `trainer.share_prompts`: `auto` shares prefixes if the logprobs stay equal, `on` raises `BackendError` if they do not, and
     `off` is the plain forward. `compile_layers` is `trainer.compile`.
@@ -158,7 +158,7 @@ def _set_compiled(model: Any, compiled: bool) -> None:
 
 
 def _gap(model: Any, batch: TokenBatch, tried: Forward, plain: Forward, *, device: torch.device) -> str | None:
-    """The reason why `tried` cannot replace `plain`; None if logprobs, and gradients of compiled kernels, agree up to rounding."""
+    """Return why `tried` cannot replace `plain`; None if logprobs, and gradients of compiled kernels, agree up to rounding."""
     trained = torch.from_numpy(batch.completion_mask).to(device)
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad][1:2] if tried.compiled else []
     results = []
@@ -187,7 +187,7 @@ def _gap(model: Any, batch: TokenBatch, tried: Forward, plain: Forward, *, devic
 
 
 def _trial_batch(vocabulary: int, *, width: int) -> TokenBatch:
-    """Two prompts with a common prefix and three completions of each, as pseudo-random ids."""
+    """Return two prompts with a common prefix and three completions of each, as pseudo-random ids, for `_gap`."""
     random = np.random.default_rng(0)
     ids = random.integers(0, vocabulary, (6, width))
     head, prompt, fork = (width * part // 33 for part in (8, 24, 27))
@@ -204,7 +204,7 @@ def _trial_batch(vocabulary: int, *, width: int) -> TokenBatch:
 
 
 def _support_at(slot: torch.Tensor, batch: TokenBatch) -> torch.Tensor | None:
-    """[M, k] support of the tokens at the flat indices `slot` of [B, L-1]; None for the full vocabulary."""
+    """Return [M, k] support of the tokens at the flat indices `slot` of [B, L-1]; None for the full vocabulary."""
     if batch.support is None:
         return None
     return torch.from_numpy(batch.support).to(slot.device, torch.int64).flatten(0, 1)[slot]
@@ -217,14 +217,14 @@ def _scatter(values: torch.Tensor, slot: torch.Tensor, batch: TokenBatch) -> tor
 
 
 def _passed(logprobs: torch.Tensor, *others: torch.Tensor | None, slot: torch.Tensor, batch: TokenBatch, computed: int) -> Passed:
-    """Logprobs, entropies and values [M] at the flat indices `slot` of [B, L-1], spread over it."""
+    """Spread logprobs, entropies and values [M] at the flat indices `slot` over [B, L-1], with 0 elsewhere."""
     entropies, values = (None if other is None else _scatter(other, slot, batch) for other in others)
     return Passed(_scatter(logprobs, slot, batch), entropies, values, computed)
 
 
 @contextlib.contextmanager
 def _passing(layer: Any) -> Iterator[None]:
-    """In the block, the output layer returns its input, so that the model returns hidden states instead of logits."""
+    """In the block, let the output layer return its input, so that the model returns hidden states instead of logits."""
     own = vars(layer).get("forward")
     layer.forward = lambda states: states
     try:
@@ -236,7 +236,7 @@ def _passing(layer: Any) -> Iterator[None]:
 
 
 def _normalise(logits: torch.Tensor, scale: torch.Tensor, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[U] logsumexp of scaled logits [U, V], and their entropies."""
+    """Return [U] logsumexp of scaled logits [U, V], and their entropies if requested."""
     scaled = logits.to(scale.dtype) * scale[:, None]
     normaliser = scaled.logsumexp(1)
     return normaliser, normaliser - (torch.softmax(scaled, dim=1) * scaled).sum(dim=1) if entropy else None
@@ -246,7 +246,7 @@ def _of_softmax(
     logits: torch.Tensor, scale: torch.Tensor, normaliser: torch.Tensor, total: torch.Tensor, of_entropy: torch.Tensor | None,
     entropies: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """[U, V] gradient of logits, without the part of one-hot targets.
+    """Return [U, V] gradient of logits, without the part of one-hot targets.
 
     d logp / d logits = (onehot - softmax) * scale, d entropy / d logits = -softmax * (log softmax + entropy) * scale.
     """
@@ -258,7 +258,10 @@ def _of_softmax(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """log softmax((states @ weight.T + bias) * scale) of target tokens; several may share a row; without weight, states are logits."""
+    """log softmax((states @ weight.T + bias) * scale) of target tokens [M], one piece of rows at a time, so that no full logits exist.
+
+    `row` is each token's row in `states`, which several may share; without weight, states are logits. Backward computes logits again.
+    """
 
     @staticmethod
     def forward(
@@ -311,7 +314,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b, with a float32 sum of products in a shorter type."""
+    """Add a @ b to `total`, with a float32 sum of products in a shorter type."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:
@@ -331,7 +334,7 @@ def token_logprobs(
     support: torch.Tensor | None = None,
     fused: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """([M] logprobs in float32 or wider, [M] entropies or None), both with gradient.
+    """Return ([M] logprobs in float32 or wider, [M] entropies or None), both with gradient.
 
     `states` [U, hidden] pass through `head`; without a head they are logits [U, V].
     `temperatures` [U]; `row` [M], ascending, is the index in U that predicts each token, `target` [M] its id. `support` [M, k], padded
@@ -349,7 +352,7 @@ def _within(
     support: torch.Tensor, states: torch.Tensor, head: Head | None, scale: torch.Tensor, row: torch.Tensor, target: torch.Tensor,
     *, entropy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """`token_logprobs`, renormalised over each token's support."""
+    """Compute `token_logprobs` with each token's distribution renormalised over its support."""
 
     def of_piece(rows: slice, tokens: slice, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = part if head is None else head(part)
@@ -368,7 +371,7 @@ def _within(
 
 
 def _pieces(row: torch.Tensor, *, rows: int, vocabulary: int) -> list[tuple[slice, slice]]:
-    """Rows of each piece, and the tokens that they predict."""
+    """Divide the rows into pieces of bounded logits; return the rows of each, and the tokens that they predict."""
     step = max(1, (PIECE_ELEMENTS_OF_GPU if row.is_cuda else PIECE_ELEMENTS) // max(1, vocabulary))
     if rows <= step:
         return [(slice(0, rows), slice(0, len(row)))]

@@ -26,7 +26,7 @@ BLOCK = 128
 
 
 def subtree_ends(first: np.ndarray, shared: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[T] index behind the last descendant of each token, for rows in lexicographic order: a token's descendants follow it.
+    """Return [T] index behind the last descendant of each token, for rows in lexicographic order: a token's descendants follow it.
 
     `first` is the index of each row's own tokens, `shared` its number of columns that are shared with earlier rows.
     """
@@ -39,7 +39,7 @@ def subtree_ends(first: np.ndarray, shared: np.ndarray, lengths: np.ndarray) -> 
 
 
 def block_mask(ends: torch.Tensor, positions: torch.Tensor, rule: Callable[..., Any]) -> BlockMask:
-    """Mask of a line: token q attends to kv if kv <= q < ends[kv] and if `rule`, the model's mask of one row, allows their positions."""
+    """Return the mask of a line: token q attends to kv if kv <= q < ends[kv] and the model's `rule` for one row allows their positions."""
     blocks = torch.arange(len(ends) // BLOCK, device=ends.device)
     longest, shortest = ends.view(-1, BLOCK).amax(1), ends.view(-1, BLOCK).amin(1)
     some = (blocks <= blocks[:, None]) & ((blocks == blocks[:, None]) | (blocks[:, None] * BLOCK < longest))
@@ -57,7 +57,7 @@ def block_mask(ends: torch.Tensor, positions: torch.Tensor, rule: Callable[..., 
 
 
 def _of_blocks(partial: torch.Tensor, full: torch.Tensor, allowed: Callable[..., Any]) -> BlockMask:
-    """Mask from [N, N] blocks of queries and keys: in `partial` blocks a pair attends if `allowed`, in `full` blocks every pair does."""
+    """Return a mask from [N, N] blocks of queries and keys: pairs in `partial` blocks attend if `allowed`, all in `full` blocks do."""
     lists, size = [], len(partial) * BLOCK
     # `BlockMask.from_kv_blocks` would take milliseconds for the transposed ones. The kernels read the lists as contiguous rows.
     for chosen in (partial, full, partial.T.contiguous(), full.T.contiguous()):
@@ -67,12 +67,12 @@ def _of_blocks(partial: torch.Tensor, full: torch.Tensor, allowed: Callable[...,
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled for sizes of all kinds; one graph, so that it fails instead of running slowly."""
+    """Return the function compiled for sizes of all kinds, as one graph, so that it fails instead of running slowly."""
     return torch.compile(function, dynamic=True, fullgraph=True)
 
 
 def line_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask, *, scaling: float | None) -> torch.Tensor:
-    """[1, T, heads, dim] from queries [1, heads, T, dim] and keys and values [1, groups, T, dim]."""
+    """Return [1, T, heads, dim] from queries [1, heads, T, dim] and keys and values [1, groups, T, dim] of the line."""
     attend = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
     attended: torch.Tensor = attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
     return attended.transpose(1, 2)
@@ -130,7 +130,7 @@ class PrefixTree:
     """[M] flat index of each trained token in [B, L-1]."""
 
     def to(self, device: torch.device) -> "PrefixTree":
-        """A copy on `device`."""
+        """Return a copy on `device`."""
         return PrefixTree(**_moved(self, device))
 
 
@@ -142,7 +142,7 @@ def _moved(record: Any, device: torch.device) -> dict[str, Any]:
 
 
 def prefix_tree(batch: TokenBatch, *, line: bool = False) -> PrefixTree:
-    """The tree of a micro-batch; rows without a common prefix follow each other without padding.
+    """Return the tree of a micro-batch; rows without a common prefix follow each other without padding.
 
     A row branches off the earlier row with which it has the longest common prefix. Tokens after a row's last prediction are not computed.
     With `line`, rows are in lexicographic order and pads fill the last block, at least the second.
@@ -179,7 +179,7 @@ def _tensors(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
 def _row_indices(
     indices: np.ndarray, shared: np.ndarray, own: np.ndarray, *, outputs_of: tuple[np.ndarray, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Fields of `RowIndices`; `outputs_of` are row and column of each token of the line."""
+    """Return the fields of `RowIndices`; `outputs_of` are row and column of each token of the line."""
     count, width = indices.shape
     column, (owner, positions) = np.arange(width), outputs_of
     full = np.flatnonzero((own > 0) & (own >= shared))  # attention over a full causal row costs less than over its tail alone
@@ -200,7 +200,7 @@ def _row_indices(
 
 
 def _indices(ids: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """([B, W] index of every column in the line, [B] number of columns that a row shares with an earlier one)."""
+    """Return ([B, W] index of every column in the line, [B] number of columns that a row shares with an earlier one)."""
     count, width = ids.shape
     column, total = np.arange(width), 0
     indices, shared = np.zeros((count, width), np.int64), np.zeros(count, np.int64)
@@ -218,7 +218,7 @@ def _indices(ids: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _predictions(batch: TokenBatch, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """The predicting tokens of a batch; a batch without a trained token predicts one without effect, so that it has a loss."""
+    """Return the fields of `PrefixTree` about trained tokens; a batch without any predicts one without effect, so that it has a loss."""
     trained = batch.completion_mask
     row, column = np.nonzero(trained) if trained.any() else (np.zeros(1, np.int64), np.zeros(1, np.int64))
     temperatures, degree = np.unique(batch.temperatures, return_inverse=True)
@@ -236,7 +236,7 @@ def _predictions(batch: TokenBatch, indices: np.ndarray) -> dict[str, np.ndarray
 
 @contextlib.contextmanager
 def tree_expected(tree: PrefixTree) -> Iterator[None]:
-    """In the block, attention masks are those of the tree, and attention without the tree is an error."""
+    """In the block, build attention masks for the tree, and raise an error for attention that does not get the tree."""
     token = _EXPECTED.set(tree)
     try:
         yield
@@ -245,7 +245,7 @@ def tree_expected(tree: PrefixTree) -> Iterator[None]:
 
 
 def tree_inputs(tree: PrefixTree) -> dict[str, Any]:
-    """Arguments of a model's forward for a tree.
+    """Return the arguments of a model's forward for a tree.
 
     A mask [1, W] of ones requests the mask of one row of W columns; without it transformers treats restarting positions as packed rows.
     """
@@ -265,7 +265,7 @@ def tree_attention(
     prefix_tree: PrefixTree | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """[1, T, heads, dim] from [1, heads, T, dim]; the mask is that of a line, of one row, [1, 1, W, W], or None for causal attention."""
+    """Return [1, T, heads, dim] from [1, heads, T, dim]; the mask is a line's, one row's [1, 1, W, W], or None for causal attention."""
     if isinstance(attention_mask, BlockMask):
         return line_attention(query, key, value, attention_mask, scaling=kwargs.get("scaling")), None
     if prefix_tree is None or prefix_tree.rows is None:
@@ -285,7 +285,7 @@ def tree_attention(
 def _attend(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
 ) -> torch.Tensor:
-    """[R, C, heads, dim] from queries [R, heads, C, dim] and keys and values [R, groups, W, dim]; without a mask attention is causal."""
+    """Return [R, C, heads, dim] from queries [R, heads, C, dim], keys and values [R, groups, W, dim]; causal without a mask."""
     scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     if query.device.type != "cpu" or query.dtype != torch.bfloat16 or scores > SHORT_SCORES:
         attended: torch.Tensor = sdpa_attention_forward(module, query, key, value, mask, **kwargs)[0]
@@ -296,7 +296,7 @@ def _attend(
 def short_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *, scaling: float | None = None
 ) -> torch.Tensor:
-    """`_attend` by matrix products in the dtype of `query`; the mask is boolean or additive."""
+    """Compute `_attend` by matrix products in the dtype of `query`; the mask is boolean or additive."""
     if mask is None:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if mask.dtype == torch.bool:
@@ -310,13 +310,13 @@ def short_attention(
 
 
 def _rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """[R, heads, C, dim] from the line [1, heads, T, dim] and indices [R, C]; gradients of shared tokens are summed in float32."""
+    """Return [R, heads, C, dim] from the line [1, heads, T, dim] and indices [R, C]; gradients of shared tokens are summed in float32."""
     tokens = x[0].transpose(0, 1)
     return tokens.index_select(0, indices.flatten()).view(*indices.shape, *tokens.shape[1:]).transpose(1, 2)
 
 
 def _allowed(rows: RowIndices, mask: torch.Tensor | None) -> torch.Tensor:
-    """[N, 1, C, W] mask of own tokens, combined with the model's own mask, such as a sliding window."""
+    """Return [N, 1, C, W] mask of own tokens, combined with the model's own mask, such as a sliding window."""
     if mask is None:
         return rows.allowed
     rule = mask[0, 0][rows.columns][:, None]
@@ -324,7 +324,7 @@ def _allowed(rows: RowIndices, mask: torch.Tensor | None) -> torch.Tensor:
 
 
 def _mask(*, batch_size: int, q_length: int, kv_length: int, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
-    """Mask of the expected tree's line, or of padded rows or one row of a tree."""
+    """Return the mask of the expected tree's line, or of padded rows or one row of a tree; transformers calls it."""
     tree = _EXPECTED.get()
     if tree is not None and tree.ends is not None:
         return block_mask(tree.ends, tree.positions, kwargs["mask_function"])

@@ -76,7 +76,7 @@ class LeadBackend:
         self.own.close()
 
     def _on_all_ranks(self, do: Literal["save", "load"], directory: str | Path) -> None:
-        """Wait until every rank has finished, then raise the first error of any."""
+        """Run `save` or `load` on every rank and wait until all have finished. Raises rank 0's error, else the first of another's."""
         self.processes.broadcast(do=do, directory=str(directory))
         mistake: PenstockError | OSError | None = None
         try:
@@ -113,7 +113,7 @@ def run_command(backend: Backend, message: dict[str, Any], processes: "ProcessSe
 
 
 def _mistake(backend: Backend, do: str, directory: str) -> str | None:
-    """Execute a command; its error as text for rank 0 to raise, or None if it succeeded."""
+    """Run `save` or `load`; return its error as text for rank 0 to raise, None if it succeeded."""
     try:
         getattr(backend, do)(directory)
     except (PenstockError, OSError) as error:

@@ -22,7 +22,7 @@ from penstock.infra.tensors.torch_copy import from_bytes, tensor_bytes
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """Import deepspeed for this kind of device, with its log limited to errors."""
+    """Import deepspeed for this kind of device, with its log limited to errors, and return it."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)  # read once, at import; else it detects the device and prints a warning
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's collectives warn once per parameter
@@ -36,7 +36,7 @@ def import_deepspeed(device: torch.device) -> Any:
 
 
 def join_process_group(deepspeed: Any, device: torch.device, *, timeout_s: float = 600) -> int:
-    """Join the launcher's group, or create one for this process alone; returns the number of processes."""
+    """Join the launcher's process group, or create one for this process alone; return the number of processes."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -63,7 +63,7 @@ def _leave_process_group() -> None:
 
 
 def loopback() -> str:
-    """Name of the loopback network interface."""
+    """Return the name of the loopback network interface."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in names if name.startswith("lo")), names[0])
 
@@ -75,7 +75,7 @@ COLLECTIVE_LIMIT = timedelta(minutes=30)
 
 
 def store_on_free_port(size: int) -> Any:
-    """A store for `size` processes of this machine, served by this process on a free port (`store.port`)."""
+    """Return a store for `size` processes of this machine, served by this process on a free port (`store.port`)."""
     return torch.distributed.TCPStore("127.0.0.1", 0, size, True, wait_for_workers=False)
 
 
@@ -138,6 +138,7 @@ class ProcessSet:
         self.broadcast(name=None)
 
     def receive_tensors(self) -> Iterator[TensorBytes]:
+        """Yield the tensors that rank 0 sends by `send_tensors`."""
         while (header := self.receive())["name"] is not None:
             tensor = torch.empty(header["shape"], dtype=getattr(torch, header["dtype"]))
             self._broadcast(tensor)
@@ -152,6 +153,7 @@ class ProcessSet:
         return f"{queue}/{self._numbers[queue]}"
 
     def _take(self, queue: str) -> Any:
+        """Wait for the next message of a queue, delete and return it. Raises `BackendError` if the store's process has exited."""
         key = self._next(queue)
         try:
             self.store.wait([key], PATIENCE)

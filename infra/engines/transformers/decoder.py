@@ -21,17 +21,17 @@ class Decoder(Protocol):
     traced: bool
 
     def prefill(self, prompt: torch.Tensor, *, rows: int, room: int) -> torch.Tensor:
-        """Process the prompt `int64[L]`; logits `[rows, V]` of the first new token. At most `room` new tokens follow."""
+        """Process the prompt `int64[L]`; return logits `[rows, V]` of the first new token. At most `room` new tokens follow."""
 
     def next(self, ids: torch.Tensor) -> torch.Tensor:
-        """Append one token a row, `int64[rows]`; logits `[rows, V]` of the token after it, valid until the next call."""
+        """Append one token per row, `int64[rows]`; return logits `[rows, V]` of the token after it, valid until the next call."""
 
     def forget(self) -> None:
         """Free traces, keys and values: the next call is `prefill`."""
 
 
 def open_decoder(model: Any) -> Decoder:
-    """The traced decoder if a short trial gives the logits of the model's full forward pass, else the plain one."""
+    """Return the traced decoder if it gives the logits of the model's full forward pass in a short trial, else the plain one."""
     traced = TracedDecoder(model)
     try:
         fits = _agrees(traced, model)
@@ -83,6 +83,7 @@ class TracedDecoder(PlainDecoder):
         self._step: _Step | None = None
 
     def prefill(self, prompt: torch.Tensor, *, rows: int, room: int) -> torch.Tensor:
+        """Process the prompt once, and copy its keys and values to the buffers of a trace for this many rows and tokens."""
         self._cache = DynamicCache(config=self._model.config)
         logits = self._forward(prompt.unsqueeze(0))
         layers = self._cache.layers
@@ -135,6 +136,7 @@ class _Step:
 
 
 def _traced(step: torch.nn.Module, *inputs: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Return a function that runs `step` on these tensors, whose content may change between calls, without Python."""
     with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
         # The tracer warns of every Python number it records; these are shapes, which are fixed.
         warnings.simplefilter("ignore")
@@ -149,7 +151,7 @@ def _traced(step: torch.nn.Module, *inputs: torch.Tensor) -> Callable[[], torch.
 
 
 def _captured(step: torch.nn.Module, *inputs: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """The step as a CUDA graph over these tensors: one launch instead of some hundred. The logits are a buffer of the graph."""
+    """Return a function that runs `step` on these tensors as one CUDA graph; its result is a buffer that each call overwrites."""
     warm_up = torch.cuda.Stream()
     warm_up.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm_up):  # libraries allocate at their first call, which a capture does not allow
@@ -200,7 +202,7 @@ class _FixedCache(Cache):
 
 
 def _agrees(decoder: Decoder, model: Any) -> bool:
-    """True if a prompt of 5 tokens and 4 decode steps in 2 rows give the logits of full forward passes up to rounding."""
+    """Return True if a prompt of 5 tokens and 4 decode steps in 2 rows give the logits of full forward passes up to rounding."""
     parameter = next(model.parameters())
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.arange(18, device=parameter.device).reshape(2, 9) * 7919 % vocabulary
@@ -214,9 +216,9 @@ def _agrees(decoder: Decoder, model: Any) -> bool:
 
 
 def choose(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Sample a token per row by inverse CDF: ids `int64[B]` and their logprobs `float32[B]`, from `logits[B, V]` and `uniform: float64[B]`;
-    if the sampling is limited also its support `int64[B, k]`, padded with -1.
+    """Sample one token per row of `logits[B, V]` by inverse CDF of `uniform: float64[B]`.
 
+    Returns ids `int64[B]`, their logprobs `float32[B]` and, if the sampling is limited, the support `int64[B, k]`, padded with -1.
     The order is temperature, top-k, top-p, renormalise; the logprobs are those of the sampling distribution. Greedy takes the most likely
     token and reports its logprob at temperature 1.
     """
@@ -236,7 +238,10 @@ def choose(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> t
 
 
 def _truncated(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Logits of the `top_k` most likely tokens, and of those the fewest whose probability reaches `top_p` (arXiv 1904.09751); support."""
+    """Keep the logits of the `top_k` most likely tokens, and of those the fewest whose probability reaches `top_p` (arXiv 1904.09751).
+
+    Returns logits with -inf elsewhere, and the support of limited sampling.
+    """
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:
         ordered[:, sampling.top_k :] = -torch.inf

@@ -80,6 +80,7 @@ class TransformersEngine:
         heapq.heappush(self._waiting, (request.group, self._submitted, request))
 
     def step(self) -> list[Completion]:
+        """Generate one token in every row of the running group, or start the next one; return the requested samples that end."""
         if self.idle:
             return []
         started = time.perf_counter()
@@ -199,7 +200,7 @@ class _Group:
         )
 
     def append(self, ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32], *, version: int) -> list[Completion]:
-        """Append a token to each row and return the requested samples that end with it."""
+        """Append a token to each row and return the requested samples that end with it. Raises `EngineError` for NaN logits."""
         if not np.isfinite(logprobs).all():
             raise EngineError(f"weights version {version} produces NaN logits: continue from an earlier step (`penstock fork`)")
         self.ids[:, self.steps], self.logprobs[:, self.steps] = ids, logprobs
@@ -214,7 +215,7 @@ class _Group:
         return [self._completion(row, "stop" if stopped[row] else "length", version=version) for row in ended]
 
     def aborted(self, *, version: int) -> list[Completion]:
-        """The requested samples that have not ended, with their tokens so far."""
+        """Return the requested samples that have not ended, with their tokens so far."""
         return [self._completion(row, "abort", version=version) for row in sorted(self.unended)]
 
     def _completion(self, row: int, finish: Finish, *, version: int) -> Completion:
@@ -245,7 +246,7 @@ class Texts:
             raise EngineError(f"sampling.stop: cannot read the tokenizer {directory / 'tokenizer.json'}: {error}") from error
 
     def ends(self, stop: Sequence[str]) -> Ends:
-        """A function that tests whether tokens contain any of these texts; each token adds at least one byte."""
+        """Return a function that tests whether the newest token completes any of these texts; each token adds at least one byte."""
         window = max(len(text.encode()) for text in stop) + MARGIN
 
         def ended(ids: npt.NDArray[np.int32]) -> bool:
@@ -256,7 +257,7 @@ class Texts:
 
 
 def load_model(directory: str | Path, *, dtype: DType = "auto", device: str = "cpu") -> Any:
-    """A causal LM in evaluation mode from a local directory, nothing downloaded. Raises `EngineError`."""
+    """Return a causal LM in evaluation mode from a local directory; downloads nothing. Raises `EngineError`."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

@@ -109,6 +109,7 @@ class VllmEngine:
         heapq.heappush(self._waiting, (request.group, next(self._order), group))
 
     def step(self) -> list[Completion]:
+        """Pass waiting samples to vLLM, run one of its steps, or wait `WAIT_S` for its process; return the samples that ended."""
         self._usable()
         if not self._groups:
             return []
@@ -266,6 +267,7 @@ class VllmEngine:
             return bool(queue.queue) or (queue.not_empty.wait(WAIT_S) and bool(queue.queue))
 
     def _finished(self, output: Any) -> Completion:
+        """Account for a sample that vLLM has finished, and return it."""
         row, sampled = self._rows.pop(output.request_id), output.outputs[0]
         if sampled.finish_reason not in ("stop", "length"):
             raise self._broken_by("while generating", RuntimeError(f"vLLM ended a sample with {sampled.finish_reason!r}"))
@@ -281,6 +283,7 @@ class VllmEngine:
         return completion
 
     def _completion(self, row: "Row", sampled: Any, finish: Finish) -> Completion:
+        """Convert vLLM's output of a sample. Raises `EngineError`, for good, if logprobs or versions are missing or not finite."""
         ids = np.array(sampled.token_ids, dtype=np.int32)
         logprobs, support = logprobs_and_support(sampled.logprobs, len(ids), limited=row.group.request.sampling.limited)
         spans = tuple(Span(int(span.version), span.start) for span in sampled.weight_versions or () if span.end > span.start)
@@ -311,7 +314,7 @@ class VllmEngine:
             raise EngineError(self._broken)
 
     def _broken_by(self, when: str, error: Exception) -> EngineError:
-        """Mark the engine as unusable; returns the error to raise, which names the cause."""
+        """Mark the engine as unusable; return the error to raise, which names the cause."""
         if isinstance(error, EngineError):
             return error
         cause = one_line(error, characters=400)

@@ -26,14 +26,14 @@ class Geometry:
     """Experts of a layer; at most 1 for a dense model."""
 
     def kv_bytes(self, tokens: int, *, item_bytes: int, block_tokens: int) -> int | None:
-        """Bytes of KV cache for one sequence of `tokens`, in full blocks and with the one block that vLLM reserves."""
+        """Return bytes of KV cache for one sequence of `tokens`, in full blocks and with the one that vLLM reserves; None if unknown."""
         if self.kv_elements is None:
             return None
         return (-(-tokens // block_tokens) + 1) * block_tokens * self.kv_elements * item_bytes
 
 
 def read_geometry(directory: Path) -> Geometry:
-    """Sizes of the model in a directory. Raises `EngineRefused` if it has none."""
+    """Return the sizes of the model in a directory. Raises `EngineRefused` if it has none."""
     try:
         root = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -59,7 +59,7 @@ def read_geometry(directory: Path) -> Geometry:
 
 
 def parameter_shapes(directory: Path, hf_config: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters as in `named_parameters()` of the Hugging Face model: tied ones once."""
+    """Return name -> shape of the parameters as in `named_parameters()` of the Hugging Face model: tied ones once."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -56,6 +56,7 @@ def check_engine(engine: Any, *, own_process: bool) -> None:
 
 
 def _lacks(owner: Any, path: str) -> bool:
+    """Return True if an attribute of the dotted `path` from `owner` is missing."""
     for name in path.split("."):
         if not hasattr(owner, name):
             return name not in getattr(owner, "__dataclass_fields__", ())  # a field without a default is no attribute of its class

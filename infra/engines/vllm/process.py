@@ -26,7 +26,7 @@ _SHARED = Path("/dev/shm")
 
 
 def end_with_owner() -> None:
-    """In a process of an engine, watch the worker from a thread and exit with it; no effect in other processes."""
+    """In a process of an engine, watch the worker from a thread and exit when it exits; no effect in other processes."""
     owner = int(os.environ.get(OWNER, "0"))
     if not owner or owner == os.getpid():
         return
@@ -40,6 +40,7 @@ def end_with_owner() -> None:
 
 
 def _watch(handle: int, between: list[int]) -> None:
+    """Wait until the worker exits, then end this process."""
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     while not poll.poll():
@@ -48,7 +49,7 @@ def _watch(handle: int, between: list[int]) -> None:
 
 
 def _end(between: list[int]) -> None:
-    """Kill the processes between the worker and this one, which would wait forever, and then this one."""
+    """Kill this process, and first those between the worker and this one, which would wait forever; free shared memory and files."""
     for name in _shared_segments():
         with contextlib.suppress(OSError):
             (_SHARED / name).unlink()
@@ -60,7 +61,7 @@ def _end(between: list[int]) -> None:
 
 
 def _ancestors(*, upto: int) -> list[int]:
-    """Process ids of this one's ancestors below `upto`; empty if `upto` is not an ancestor."""
+    """Return the process ids of this process's ancestors below `upto`; empty if `upto` is not an ancestor."""
     ancestors, pid = [], os.getppid()
     while pid > 1 and pid != upto:
         ancestors.append(pid)
@@ -73,7 +74,7 @@ def _ancestors(*, upto: int) -> list[int]:
 
 
 def _shared_segments() -> set[str]:
-    """Names in /dev/shm of the shared memory segments that this process has open."""
+    """Return the names in /dev/shm of the shared memory segments that this process has open."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -85,7 +86,7 @@ _POLL_S = 0.2
 
 
 def watch_processes(client: Any, exited: threading.Event) -> None:
-    """In the worker: when one of the engine's processes exits, set `exited` and fail every waiting call.
+    """In the worker, when one of the engine's processes exits, set `exited` and let every waiting call fail.
 
     vLLM itself only marks the client; a call that waits for an output of a killed engine would wait forever.
     """

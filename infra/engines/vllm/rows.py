@@ -46,6 +46,7 @@ def sample_seed(seed: int, group: int, sample: int) -> int:
 
 
 def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
+    """Return the arguments of vLLM's `SamplingParams` for this sampling."""
     distribution = {"temperature": 0.0} if sampling.greedy else {
         "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
     }  # fmt: skip
@@ -62,12 +63,12 @@ def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
 
 
 def requested_logprobs(top_k: int) -> int:
-    """Number of most likely tokens that vLLM reports: more than k, because its top-k keeps every token that ties with the k-th."""
+    """Return how many most likely tokens vLLM has to report: more than k, because its top-k keeps every tie with the k-th."""
     return 2 * top_k + 16
 
 
 def logprobs_and_support(logprobs: Any, tokens: int, *, limited: bool) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32] | None]:
-    """([T] logprobs, [T, k] support if the sampling is `limited`) from vLLM's flat logprobs, the sampled token first.
+    """Convert vLLM's flat logprobs: ([T] logprobs, [T, k] support if the sampling is `limited`), the sampled token first.
 
     A row whose ids have less than the full probability is -1: more tokens tie with the k-th than vLLM reports.
     """
@@ -88,7 +89,7 @@ def logprobs_and_support(logprobs: Any, tokens: int, *, limited: bool) -> tuple[
 
 
 def partial_output(state: Any) -> Any:
-    """The tokens of an unfinished request, in the form of vLLM's finished output."""
+    """Return the tokens of an unfinished request, in the form of vLLM's finished output."""
     from vllm.v1.engine import FinishReason
 
     return state.make_request_output([], None, FinishReason.ABORT, None).outputs[0]
@@ -143,7 +144,7 @@ class Counts:
             self.swap_stall_max_s = max(self.swap_stall_max_s, stall_s)
 
     def all(self) -> dict[str, float]:
-        """Every metric by name: sums since the start, the last and longest stall, mean `occupancy` (0 to 1) and the KV cache's values."""
+        """Return every metric by name: sums, the last and longest stall, mean `occupancy` (0 to 1) and the KV cache's values."""
         names = (
             "groups", "tokens", "aborted_tokens", "decode_steps", "decode_s", "loads", "load_s",
             "swaps", "swap_stall_s", "swap_stall_last_s", "swap_stall_max_s",

@@ -62,7 +62,7 @@ SET_BY_PENSTOCK = {
 
 
 def unknown_argument(names: Iterable[str]) -> str | None:
-    """Explain the first name that is not allowed in `[rollout.vllm]`; None if all are, or if vLLM is not installed."""
+    """Return an error about the first name that is not allowed in `[rollout.vllm]`; None if all are, or without vLLM."""
     valid = valid_arguments()
     for name in names:
         if name in SET_BY_PENSTOCK:
@@ -76,7 +76,7 @@ def unknown_argument(names: Iterable[str]) -> str | None:
 
 @cache
 def valid_arguments() -> frozenset[str]:
-    """Names of the fields of vLLM's `EngineArgs`, read from its source; empty if vLLM is not installed."""
+    """Return the names of the fields of vLLM's `EngineArgs`, read from its source; empty if vLLM is not installed."""
     spec = find_spec("vllm")
     for folder in (spec and spec.submodule_search_locations) or ():
         source = Path(folder) / "engine" / "arg_utils.py"
@@ -91,7 +91,7 @@ def valid_arguments() -> frozenset[str]:
 
 
 def check_installed(device: str, path: list[str] | None = None) -> bool:
-    """True if the installed vLLM runs on the CPU; `path` has the installed packages, `sys.path` if None.
+    """Return True if the installed vLLM runs on the CPU; `path` has the installed packages, `sys.path` if None.
 
     Raises `EngineRefused` if there is none, `WrongBuild` if there are both builds, one for another device, or one that would leave this
     process's GPUs unused.
@@ -138,7 +138,7 @@ def _check_model(directory: Path, geometry: Geometry, *, on_cpu: bool) -> None:
 
 
 def engine_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
-    """All arguments of the engine: the user's, those that Penstock sets, and defaults.
+    """Return all arguments of the engine: the user's, those that Penstock sets, and defaults.
 
     Raises `EngineRefused` for arguments, head sizes and amounts of memory that cannot work.
     """
@@ -194,6 +194,7 @@ def engine_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any
 
 
 def _model_length(user: Mapping[str, Any], geometry: Geometry, longest: int | None) -> int | None:
+    """Return the longest sequence that vLLM has to support: the user's, or the longest of the run within the model's positions."""
     if "max_model_len" in user:
         return user["max_model_len"] if isinstance(user["max_model_len"], int) else None
     if longest is None or geometry.positions is None:
@@ -202,7 +203,7 @@ def _model_length(user: Mapping[str, Any], geometry: Geometry, longest: int | No
 
 
 def _cpu_defaults(settings: EngineSettings, *, geometry: Geometry, length: int | None) -> dict[str, Any]:
-    """Arguments that make vLLM fit on a CPU, unless the user sets them."""
+    """Return arguments that make vLLM fit on a CPU, unless the user sets them."""
     user = settings.arguments
     defaults: dict[str, Any] = {
         "enforce_eager": True,  # compiling takes a minute, and seconds from its cache
@@ -220,7 +221,7 @@ def _cpu_defaults(settings: EngineSettings, *, geometry: Geometry, length: int |
 
 
 def _head(settings: EngineSettings) -> dict[str, Any]:
-    """Argument by which vLLM computes logits in float32, merged with the user's overrides of the model's configuration."""
+    """Return the argument by which vLLM computes logits in float32, merged with the user's overrides of the model's configuration."""
     if not settings.float32_head:
         return {}
     return {"hf_overrides": {"head_dtype": "float32", **(settings.arguments.get("hf_overrides") or {})}}
@@ -251,7 +252,7 @@ _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 
 
 def start_vllm(arguments: Mapping[str, Any], *, threads: int, engine_process: bool, on_cpu: bool) -> tuple[Any, Path]:
-    """vLLM's `LLMEngine` and the directory of its temporary files, which its owner removes. Raises `EngineError`."""
+    """Start vLLM; return its `LLMEngine` and the directory of its temporary files, which the caller removes. Raises `EngineError`."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork of a process with Kafka's threads may hang; it is vLLM's default on GPUs
@@ -281,6 +282,7 @@ def start_vllm(arguments: Mapping[str, Any], *, threads: int, engine_process: bo
 
 
 def _engine(arguments: Mapping[str, Any], *, engine_process: bool) -> Any:
+    """Import vLLM without the packages it does not need, and start its engine."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with left_out():
@@ -331,7 +333,7 @@ def _unbind_memory() -> None:
 
 
 def translated(error: Exception, arguments: Mapping[str, Any]) -> EngineError:
-    """The error of vLLM's start as one line with advice."""
+    """Return an error of vLLM's start as one line with advice."""
     words = one_line(error, characters=400)
     if "See root cause above" in words:
         words = _logged_error() or words
@@ -344,7 +346,7 @@ def translated(error: Exception, arguments: Mapping[str, Any]) -> EngineError:
 
 
 def _logged_error(stderr: int = 2) -> str | None:
-    """The last error that the process of vLLM's engine logged, as `Type: message`; None unless stderr is a file that can be read.
+    """Return the last error that the process of vLLM's engine logged, as `Type: message`; None unless stderr is a readable file.
 
     On a GPU the engine has a process of its own, whose errors do not reach this one.
     """

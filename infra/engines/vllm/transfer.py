@@ -29,7 +29,7 @@ class Extension:
     """Methods added to vLLM's worker."""
 
     def stage_version(self: Any, update_info: dict[str, Any]) -> bool:
-        """Copy a version to the device while it generates on; False until that is done, True if it cannot be."""
+        """Copy a version to the device while generation continues; return False until that is done, True if it is or cannot be."""
         transfer = self.weight_transfer_engine
         return bool(transfer.stage(transfer.parse_update_info(update_info)))
 
@@ -67,7 +67,7 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
     _staged: tuple[UpdateInfo, Staged] | None = None
 
     def stage(self, update_info: UpdateInfo) -> bool:
-        """Start to copy a version to a GPU; True once that is done, or if there is no GPU or not enough memory free on it."""
+        """Start to copy a version to a GPU; return True once that is done, or if it has no GPU or too little free memory."""
         if self._staged is None or self._staged[0] != update_info:
             self._staged = None
             device = next(self.model.parameters()).device
@@ -80,7 +80,7 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         return self._staged[1].done
 
     def _located(self, update_info: UpdateInfo) -> Sequence[TensorBytes]:
-        """Map the tensors of a version, in this process or in shared memory."""
+        """Return the tensors of a version without a copy, from this process or from mapped shared memory."""
         if update_info.registered is not None:
             return _registered[update_info.registered]
         assert update_info.path is not None
@@ -132,7 +132,7 @@ def _tied(model: Any) -> bool:
 
 
 def register(number: int, tensors: Sequence[TensorBytes]) -> dict[str, Any]:
-    """Update info for an engine in this process; call `unregister(number)` afterwards."""
+    """Offer tensors to an engine in this process; return its update info. Call `unregister(number)` afterwards."""
     _registered[number] = tensors
     return {"registered": number}
 
@@ -142,7 +142,7 @@ def unregister(number: int) -> None:
 
 
 def in_shared_memory(tensors: Sequence[TensorBytes]) -> dict[str, Any] | None:
-    """Update info for engines in other processes, which map the memory by this process's /proc entry; None if it cannot be mapped."""
+    """Return update info for engines in other processes, which map the tensors' memory; None if it cannot be mapped."""
     table = shared_table(tensors)
     if table is None:
         return None
