@@ -102,7 +102,6 @@ def described(cpuinfo: str, *, cores: int) -> Cpu:
             described("vendor_id : GenuineIntel
     flags : fpu avx512f avx512_bf16", cores=2)
             # -> Cpu(cores=2, bfloat16=True, vendor="GenuineIntel")
-
     """
     lines = [(name.strip(), value.strip()) for name, _, value in (line.partition(":") for line in cpuinfo.splitlines())]
     return Cpu(

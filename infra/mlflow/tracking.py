@@ -70,7 +70,7 @@ def _registered_versions(client: Any, name: str) -> dict[int, Any]:
 
 
 def _source(client: Any, version: ModelVersion, *, run_id: str, local: bool) -> str:
-    """Address of the model for the registry; a server gets a copy."""
+    """Return the address of the model for the registry; for a server, the model is uploaded first."""
     if local:
         return version.directory.resolve().as_uri()
     folder = f"{ARTIFACTS}/step-{version.step}"
@@ -79,7 +79,7 @@ def _source(client: Any, version: ModelVersion, *, run_id: str, local: bool) -> 
 
 
 def inputs(entities: Any, data: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """A run's data sets as MLflow's inputs; each has `name`, `source`, `digest`, `rows` and `context` (training or evaluation)."""
+    """Return a run's data sets as MLflow's inputs; each has `name`, `source`, `digest`, `rows` and `context` (training or evaluation)."""
     rows = []
     for entry in data:
         kind, source = _dataset_source(str(entry["source"]))
@@ -90,7 +90,7 @@ def inputs(entities: Any, data: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def _dataset_source(source: str) -> tuple[str, str]:
-    """MLflow's kind and description of a data source: from the hub, a file, or code."""
+    """Return MLflow's kind and description of a data source: from the hub, a file, or code."""
     scheme, colon, rest = source.partition(":")
     if colon and scheme == "hf":
         return "hf", json.dumps({"path": rest})
@@ -202,7 +202,7 @@ class MlflowRun:
                 self._client.log_artifact(self.run_id, str(path))
 
     def _find_or_create(self) -> Any:
-        """The oldest MLflow run with this pipeline run's tag, created if missing; others with the tag are deleted."""
+        """Return the oldest MLflow run with this pipeline run's tag, created if missing; others with the tag are deleted."""
         target, number = self.target, _experiment(self._client, self.target)
         if not runs_of(self._client, number, target.run):
             tags = {**target.tags, RUN_TAG: target.run}
@@ -224,14 +224,14 @@ def _experiment(client: Any, target: Target) -> str:
 
 
 def connect(uri: str) -> tuple[Any, Any]:
-    """A client of the server, or of the database file, created if missing; and the module of its entities."""
+    """Return a client of the server, or of the database file, created if missing, and the module of its entities."""
     mlflow = load_mlflow()
     make_database(uri, fill=lambda uri: mlflow.MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
     return mlflow.MlflowClient(tracking_uri=uri), importlib.import_module("mlflow.entities")
 
 
 def runs_of(client: Any, experiment: str, run: str) -> list[Any]:
-    """The MLflow runs of a pipeline run, the oldest first."""
+    """Return the MLflow runs of a pipeline run, the oldest first."""
     runs = client.search_runs([experiment], filter_string=f"tags.`{RUN_TAG}` = '{run}'", max_results=10)
     return sorted(runs, key=lambda run: (run.info.start_time, run.info.run_id))
 
@@ -249,7 +249,7 @@ def log_params(client: Any, entities: Any, run_id: str, values: Mapping[str, str
 
 
 def nameable(key: str) -> str:
-    """The name of a metric in MLflow's character set; a rejected name would block every later point.
+    """Replace what a metric's name must not contain in MLflow; a rejected name would block every later point.
 
     Example:
         nameable("train/a//b?")  # -> "train/a/_/b_"
@@ -259,6 +259,7 @@ def nameable(key: str) -> str:
 
 
 def _position(tag: str | None) -> dict[str, int]:
+    """Parse the tag with the delivered number of each source; {} if it is missing or malformed."""
     try:
         position = json.loads(tag or "{}")
     except ValueError:
@@ -267,7 +268,7 @@ def _position(tag: str | None) -> dict[str, int]:
 
 
 def load_mlflow() -> Any:
-    """MLflow's client library with quiet logging. Raises `TrackingError` if it is not installed."""
+    """Import MLflow's client library with quiet logging, and return it. Raises `TrackingError` if it is not installed."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -282,7 +283,7 @@ def load_mlflow() -> Any:
 
 @contextmanager
 def translated(uri: str) -> Iterator[None]:
-    """Translate errors of MLflow's client into `TrackingError`, one line."""
+    """Translate errors of MLflow's client that the block raises into `TrackingError`, one line."""
     try:
         yield
     except TrackingError:
@@ -296,7 +297,7 @@ def translated(uri: str) -> Iterator[None]:
 
 
 def _foreign_errors() -> tuple[type[BaseException], ...]:
-    """Exception types that MLflow's client raises; the skinny client comes without a database."""
+    """Return the exception types that MLflow's client raises; the skinny client comes without a database."""
     kinds: list[type[BaseException]] = [OSError]
     names = (("mlflow.exceptions", "MlflowException"), ("sqlalchemy.exc", "SQLAlchemyError"), ("alembic.util.exc", "CommandError"))
     for module, name in names:

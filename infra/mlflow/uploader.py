@@ -73,7 +73,7 @@ class Uploader:
             self._changed.notify_all()
 
     def wait_for_run(self, timeout_s: float) -> str | None:
-        """Return the MLflow run's id; waits for it up to `timeout_s`, then None."""
+        """Return the MLflow run's id; None if it does not exist after `timeout_s`."""
         self.start()
         with self._changed:
             self._changed.wait_for(lambda: self.run_id is not None, timeout_s)
@@ -87,11 +87,12 @@ class Uploader:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s`; True if every point was delivered and the MLflow run has ended."""
+        """Wait up to `timeout_s` for the thread; return True if every point was delivered and the MLflow run has ended."""
         self._thread.join(timeout_s)
         return self._done
 
     def _work(self) -> None:
+        """Deliver until everything is done; after an error, report it once and try again after a growing pause."""
         pause = FIRST_PAUSE_S
         while not self._done:
             try:
@@ -150,7 +151,7 @@ class Uploader:
         return self._target.local and self._checkpoints != self._registered
 
     def _connect(self) -> MlflowRun:
-        """Find the MLflow run; if it has fewer points than were delivered, restart the journal from its start."""
+        """Find or create the MLflow run; if it has fewer points than were delivered, restart the journal from its start."""
         run = MlflowRun(self._target)
         if run.run_id != self.run_id or any(run.position.get(source, 0) < number for source, number in self._delivered.items()):
             self._offset = self._passed = 0

@@ -9,13 +9,13 @@ from penstock.infra.errors import PenstockError
 
 
 def parameters(folder: Path) -> int | None:
-    """Number of parameters in the model's safetensors files; None without such a file. Raises `PenstockError` for a damaged one."""
+    """Return the number of parameters in a model's safetensors files; None without any. Raises `PenstockError` for a damaged one."""
     files = sorted(folder.glob("*.safetensors"))
     return sum(map(_elements, files)) if files else None
 
 
 def vocabulary(folder: Path) -> int | None:
-    """Rows of the model's embedding according to `config.json`; None if it is not stated there."""
+    """Return the rows of the model's embedding according to `config.json`; None if they are not stated there."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         size = config.get("text_config", config).get("vocab_size")
@@ -25,7 +25,7 @@ def vocabulary(folder: Path) -> int | None:
 
 
 def _elements(file: Path) -> int:
-    """Number of elements of all tensors in a safetensors file, from its header. Raises `PenstockError` if it is damaged."""
+    """Return the number of elements of all tensors in a safetensors file, from its header. Raises `PenstockError` if it is damaged."""
     damaged = PenstockError(f"{file} is not a safetensors file, or is truncated: copy it again")
     with file.open("rb") as opened:
         try:

@@ -53,7 +53,7 @@ class TensorBytes:
 
 
 def expected_nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """Size of a tensor in bytes. Raises `ValueError` for an unknown dtype or a negative dimension."""
+    """Return the size of a tensor in bytes. Raises `ValueError` for an unknown dtype or a negative dimension."""
     if dtype not in ITEM_BYTES:
         raise ValueError(f"unknown tensor dtype {dtype!r}: expected one of {', '.join(ITEM_BYTES)}")
     if any(size < 0 for size in shape):
@@ -62,7 +62,7 @@ def expected_nbytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def digest(tensors: Iterable[TensorBytes], hash_name: Hash = HASH) -> str:
-    """Hash in hex over (name, dtype, shape, bytes) in name order: equal exactly if the weights are equal bit for bit.
+    """Return a hash in hex over (name, dtype, shape, bytes) in name order: equal exactly if the weights are equal bit for bit.
 
     Example:
         digest([], "sha256")  # -> "e3b0c442…"
@@ -94,12 +94,12 @@ class Hasher:
 
 
 def hash_of(recorded: str) -> Hash:
-    """The hash function of a recorded digest."""
+    """Return the hash function that computed a recorded digest."""
     return "blake3" if recorded.startswith("blake3:") else "sha256"
 
 
 def broken_tensor(tensors: Iterable[TensorBytes]) -> str | None:
-    """Name of the first tensor with an element that is not finite or above `LARGEST`, or None; makes no copy."""
+    """Return the name of the first tensor with an element that is not finite or above `LARGEST`, or None; makes no copy."""
     return next((tensor.name for tensor in tensors if _is_broken(tensor)), None)
 
 
@@ -119,7 +119,7 @@ def _is_broken(tensor: TensorBytes) -> bool:
 
 
 def in_name_order(tensors: Iterable[TensorBytes]) -> list[TensorBytes]:
-    """The tensors by name. Raises `ValueError` for two of one name, and for one with too few or too many bytes."""
+    """Return the tensors by name. Raises `ValueError` for two of one name, and for one with too few or too many bytes."""
     ordered = sorted(tensors, key=lambda tensor: tensor.name)
     for before, after in itertools.pairwise(ordered):
         if before.name == after.name:

@@ -35,7 +35,7 @@ class CopyStream:
 
     @torch.no_grad()
     def copy(self, named: Iterable[tuple[str, torch.Tensor]]) -> Sequence[TensorBytes]:
-        """A copy of tensors on the device, joined in name order in one buffer; call `wait` before they change."""
+        """Return a copy of tensors on the device, joined in name order in one buffer; call `wait` before they change."""
         parameters = dict(named)
         if self._stream is None and not self._buffers.shared:
             return to_bytes(parameters.items())
@@ -53,7 +53,7 @@ class CopyStream:
         return HostCopy(tensors, self._written)
 
     def take(self, described: Mapping[str, tuple[str, Sequence[int]]]) -> list[TensorBytes]:
-        """Tensors with these dtypes and shapes and any content, in one buffer in name order; returned in the order of `described`."""
+        """Return tensors with these dtypes and shapes and any content, in one buffer in name order, listed in the order of `described`."""
         layout = sorted((name, dtype, shape) for name, (dtype, shape) in described.items())
         data = self._buffers.take(sum(expected_nbytes(dtype, shape) for _, dtype, shape in layout))
         if self._stream is not None:
@@ -86,7 +86,7 @@ class Staged:
         return bool(self._copied.query())
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors by name; the device's current stream waits for them."""
+        """Yield name and tensor on the device; the device's current stream waits for the copies."""
         current = torch.cuda.current_stream()
         current.wait_event(self._copied)
         for name, tensor in self._tensors:
@@ -95,7 +95,7 @@ class Staged:
 
 
 def page_lock(data: memoryview | bytes) -> None:
-    """Register the memory of these bytes with CUDA, if it is this module's."""
+    """Register the memory of these bytes with CUDA if it is a `HostMemory`; no effect on other memory."""
     memory, _ = located(data)
     if memory is not None:
         memory.page_lock()
@@ -112,7 +112,7 @@ def tensor_bytes(name: str, tensor: torch.Tensor) -> TensorBytes:
 
 
 def seen_bytes(name: str, tensor: torch.Tensor) -> TensorBytes:
-    """The bytes of one tensor without a copy if it is on the host and row-major; else a copy."""
+    """Return the bytes of one tensor, without a copy if it is on the host and row-major."""
     return _as_bytes(name, tensor.detach().cpu().contiguous())
 
 
@@ -122,17 +122,17 @@ def _as_bytes(name: str, host: torch.Tensor) -> TensorBytes:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in `TensorBytes`, such as "bfloat16"."""
+    """Return the name of a dtype in `TensorBytes`, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def from_bytes(tensor: TensorBytes) -> torch.Tensor:
-    """The tensor on the CPU in its own dtype, over the same bytes."""
+    """Return the tensor on the CPU in its own dtype, over the same bytes."""
     return over(tensor.data, tensor.dtype, tensor.shape)
 
 
 def over(buffer: Any, dtype: str, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
-    """A tensor over the bytes of a buffer from `offset` on, without a copy; not to be written if they are read-only."""
+    """Return a tensor over the bytes of a buffer from `offset` on, without a copy; not to be written if they are read-only."""
     kind, count = getattr(torch, dtype), math.prod(shape)
     if not count:
         return torch.empty(tuple(shape), dtype=kind)
@@ -155,8 +155,10 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, TensorBytes]]) -> None:
 
 
 def copy_into(model: torch.nn.Module, tensors: Iterable[TensorBytes]) -> None:
-    """Overwrite all of a model's parameters, casting to their dtype and device. Raises `ValueError` before any change if names or shapes
-    differ."""
+    """Overwrite all of a model's parameters, casting to their dtype and device.
+
+    Raises `ValueError` before any change if names or shapes differ.
+    """
     parameters = dict(model.named_parameters())
     weights = fitting(tensors, shapes={name: tuple(parameter.shape) for name, parameter in parameters.items()})
     copy_all((parameter, weights[name]) for name, parameter in parameters.items())

@@ -67,7 +67,7 @@ class WeightCopy:
         return self._memory.version
 
     def holds(self, version: int, digest: str) -> bool:
-        """True if the copy is this version, with this digest."""
+        """Return True if the copy is this version, with this digest."""
         return (self.version, self.digest) == (version, digest)
 
     @property
@@ -112,15 +112,15 @@ class WeightCopy:
 
     @contextmanager
     def reading(self) -> Iterator[tuple[int, list[TensorBytes]]]:
-        """Yields the version and its tensors, which do not change inside the block; `NONE` and an empty list without a version."""
+        """Yield the version and its tensors, which do not change inside the block; `NONE` and an empty list without a version."""
         with self.lock, self._memory.reading() as granted:
             version = self._memory.version if granted and len(self.data) == self._size else NONE
             yield version, self.tensors() if version != NONE else []
 
     def tensors(self) -> list[TensorBytes]:
-        """The tensors, each a view of the copy."""
+        """Return the tensors, each a view of the copy."""
         return tensors_in(self._layout, self._memory.data)
 
     def computed(self, hash_name: Hash) -> str:
-        """Digest computed from the bytes."""
+        """Return the digest computed from the bytes, to be compared with the recorded one."""
         return digest(self.tensors(), hash_name)

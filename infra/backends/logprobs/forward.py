@@ -260,7 +260,7 @@ def _of_softmax(
 class _TokenLogprobs(torch.autograd.Function):
     """log softmax((states @ weight.T + bias) * scale) of target tokens [M], one piece of rows at a time, so that no full logits exist.
 
-    `row` is each token's row in `states`, which several may share; without weight, states are logits. Backward computes logits again.
+    `row` is each token's row in `states`, which several may share; without weight, states are logits. Backward repeats several pieces.
     """
 
     @staticmethod
