@@ -226,7 +226,7 @@ def class_path(*, progress: Callable[[str], None], pins: Path = PINS, cache: Pat
         _download({path: pinned[path] for path in missing}, cache)
     for path, sha256 in pinned.items():
         if _sha256(cache / path) != sha256:
-            raise BrokerError(f"{cache / path} lacks the SHA-256 pinned in {pins.name}: delete that file and start again")
+            raise BrokerError(f"{cache / path} has another SHA-256 than {pins.name} lists: delete that file and start again")
     return os.pathsep.join(str(cache / path) for path in pinned)
 
 
@@ -264,7 +264,7 @@ def _download(digests: dict[str, str], cache: Path) -> None:
                 *group, artifact, version, _ = path.split("/")
                 jar = _resolved(lambda: maven.project(".".join(group), artifact).at_version(version).artifact().resolve())
                 if _sha256(jar) != digests[path]:
-                    raise BrokerError(f"the downloaded {jar.name} lacks the SHA-256 pinned in {PINS.name}: check jgo's repositories")
+                    raise BrokerError(f"the downloaded {jar.name} has another SHA-256 than {PINS.name} lists: check jgo's repositories")
                 (cache / path).parent.mkdir(parents=True, exist_ok=True)
                 jar.replace(cache / path)
 
@@ -304,7 +304,7 @@ def pin(pins: Path = PINS) -> int:
             name = f"{artifact.groupId}:{artifact.artifactId}"
             jar = artifact.resolve()
             if jars.setdefault(name, jar) != jar:
-                raise BrokerError(f"{KAFKA} and {LOGGING} want different versions of {name}: choose a matching {LOGGING.split(':')[1]}")
+                raise BrokerError(f"{KAFKA} and {LOGGING} need different versions of {name}: choose a matching {LOGGING.split(':')[1]}")
     lines = [f"{_sha256(jar)}  {jar.relative_to(maven_cache()).as_posix()}\n" for jar in jars.values()]
     pins.write_text("".join(lines))
     return len(lines)

@@ -101,4 +101,6 @@ class TopicIds:
             if topic not in ids:
                 raise LogError(f"topic {topic} was deleted, or this user has no more permission to see it: stop this process")
             if first is not None and ids[topic] != first:
-                raise LogError(f"topic {topic} was deleted and created again while it was read: restart this process, which mixes the two")
+                raise LogError(
+                    f"topic {topic} was deleted and created again while it was read: restart this process, which would mix the two"
+                )

@@ -54,7 +54,7 @@ class KafkaPending:
             offset: int = self._future.get(timeout_s).offset
         except errors.KafkaError as error:
             if not self._future.is_done and timeout_s is not None:
-                raise LogError(f"{self._what} acknowledged no record within {timeout_s:.0f} s; it is still in flight") from None
+                raise LogError(f"{self._what}: the record was not acknowledged within {timeout_s:.0f} s; it is still in flight") from None
             raise edge.translate(error, f"cannot write to {self._what}") from error
         return offset
 

@@ -145,7 +145,9 @@ class MachineMemory:
         while memory is not None and not locked(memory.file, fcntl.LOCK_EX):
             if time.monotonic() > until:
                 self._leave()
-                raise LogError(f"other workers still copy the shared weights after {READERS_S:g} s: this version goes to other memory")
+                raise LogError(
+                    f"other workers still copy the shared weights after {READERS_S:g} s: this version is written to other memory"
+                )
             time.sleep(_POLL_S)
         try:
             yield

@@ -85,7 +85,7 @@ def test_a_folder_of_other_jars_is_named_and_verified_by_its_own_list(pins: Path
     assert process.class_path(progress=said.append) == ":".join(str(other / path) for path in _JARS)
     assert said == [f"Kafka's jars are those of PENSTOCK_JARS={other}, not the pinned ones"]
     lay_out(other, {next(iter(_JARS)): b"another"})
-    with pytest.raises(BrokerError, match="lacks the SHA-256 pinned"):
+    with pytest.raises(BrokerError, match="has another SHA-256 than"):
         process.class_path(progress=print)
     (other / next(iter(_JARS))).unlink()
     with pytest.raises(BrokerError, match="lacks"):

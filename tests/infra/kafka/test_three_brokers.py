@@ -188,7 +188,7 @@ def test_with_two_nodes_out_of_sync_a_writer_waits_and_nothing_is_acknowledged(c
     for node in set(NODES) - {leader}:
         cluster.freeze(node)
     waiting = writer.send(outgoing(topic, b"after"))
-    with pytest.raises(LogError, match="shrunken/0 acknowledged no record within 4 s"):
+    with pytest.raises(LogError, match="shrunken/0: the record was not acknowledged within 4 s"):
         waiting.offset(4.0)
     for node in set(NODES) - {leader}:
         cluster.thaw(node)

@@ -130,7 +130,7 @@ def test_a_writer_leaves_the_memory_to_a_reader_that_does_not_end_and_begins_ane
     copy.hold(1, "first")
     reader, frozen = attached(name)
     with frozen.reading() as (version, tensors):
-        with pytest.raises(LogError, match="goes to other memory"):
+        with pytest.raises(LogError, match="is written to other memory"):
             copy.change(lambda _: None)
         assert (version, bytes(tensors[0].data)) == (1, b"abc")
         copy.allocate(**LAYOUT)
