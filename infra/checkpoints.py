@@ -217,7 +217,7 @@ class CheckpointStore:
         return self.directory / f"step-{steps:08d}"
 
     def steps(self) -> list[int]:
-        """Steps of the existing checkpoints, newest first."""
+        """Return the steps of the existing checkpoints, newest first."""
         if not self.directory.is_dir():
             return []
         names = (_NAME.fullmatch(path.name) for path in self.directory.iterdir() if path.is_dir())

@@ -85,7 +85,7 @@ class Pools:
     """Partition number -> its pools, in order of preference."""
 
     def share_out(self, members: Mapping[str, str]) -> dict[str, list[int]]:
-        """Member -> numbers of its partitions, ascending; `members` has the pool of each.
+        """Return member -> numbers of its partitions, ascending; `members` has the pool of each member.
 
         Example:
             Pools(own="a", by_partition=(("a",), ("b", "a"), ("b",))).share_out({"x": "a"})  # -> {"x": [0, 1]}
@@ -118,7 +118,7 @@ class Copies:
     """True to accept fewer than two in sync on several brokers: the loss of one node can then lose acknowledged records."""
 
     def on(self, brokers: int) -> tuple[int, int]:
-        """(replicas, in-sync replicas) on a cluster of `brokers`. Raises `ValueError` if that is impossible or could lose records."""
+        """Return (replicas, in-sync replicas) on `brokers` brokers. Raises `ValueError` if that is impossible or could lose records."""
         replicas = min(3, brokers) if self.replicas is None else self.replicas
         in_sync = min(2, replicas) if self.in_sync is None else self.in_sync
         if replicas > brokers:

@@ -18,7 +18,7 @@ IMPORT_ROOT = Path(__file__).absolute().parents[2]
 
 
 def state_path() -> Path:
-    """Path of the state directory: PENSTOCK_HOME if set, else $XDG_STATE_HOME/penstock, else ~/.local/state/penstock."""
+    """Return the state directory: PENSTOCK_HOME if set, else $XDG_STATE_HOME/penstock, else ~/.local/state/penstock."""
     home = os.environ.get("PENSTOCK_HOME")
     if home:
         return Path(home).expanduser().absolute()
@@ -37,7 +37,7 @@ def make_files_private() -> None:
 
 
 def run_directory(run: str) -> Path:
-    """Directory of a run's logs, measurements, checkpoints, report and final model on this machine; its writer creates it.
+    """Return the directory of a run's logs, measurements, checkpoints, report and final model, existing or not.
 
     Raises `ValueError` for an invalid run id.
     """

@@ -193,7 +193,7 @@ def version_min(rollouts: Sequence[Rollout]) -> int | None:
 
 
 def mean(rewards: Sequence[float]) -> float:
-    """The mean of rewards, exact to the last bit unless their sum overflows."""
+    """Return the mean of rewards, exact to the last bit unless their sum overflows."""
     try:
         return math.fsum(rewards) / len(rewards)
     except OverflowError:

@@ -73,7 +73,7 @@ CODEC = Codec(SCHEMA, fields=fields_of(Entry))
 
 
 def digest(value: Payload) -> str:
-    """Hex SHA-256 of an entry's payload, which the next entry contains as `previous`."""
+    """Return the SHA-256 (hex) of an entry's payload, which the next entry contains as `previous`."""
     return hashlib.sha256(value).hexdigest()
 
 
@@ -84,12 +84,12 @@ def evaluations(entry: Entry) -> dict[str, int]:
 
 
 def encode(entry: Entry) -> bytes:
-    """The payload of an entry."""
+    """Return the payload of an entry."""
     return CODEC.encode({**as_row(entry), "plan": [as_row(planned) for planned in entry.plan]})
 
 
 def decode(value: Payload) -> Entry:
-    """The entry in a payload. Raises `Unusable`."""
+    """Return the entry in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require(row["kind"] in ENTRY_KINDS, f"kind is {row['kind'][:60]!r}, expected one of {', '.join(ENTRY_KINDS)}")
     require_whole(row, "seq", "time_ns", "step", "version")

@@ -303,7 +303,7 @@ CODEC = Codec(SCHEMA, fields=fields_of(Measurement))
 
 
 def decode(value: Payload) -> Measurement:
-    """The measurement in a payload. Raises `Unusable`."""
+    """Return the measurement in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require(row["kind"] in MEASUREMENT_KINDS, f"kind is {row['kind'][:60]!r}, expected one of {', '.join(MEASUREMENT_KINDS)}")
     require_names(row, "worker", "role", "incarnation")

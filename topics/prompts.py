@@ -50,7 +50,7 @@ CODEC = Codec(SCHEMA, fields=fields_of(Prompt))
 
 
 def decode(value: Payload) -> Prompt:
-    """The prompt in a payload. Raises `Unusable`."""
+    """Return the prompt in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require_whole(row, "group", "slot", "min_version", "epoch", "row", "created_ns", "place", "again")
     require_whole(row, "samples_per_prompt", most=MAX_SAMPLES)

@@ -67,7 +67,7 @@ def with_status(made: RunRecord, status: RunRecord) -> RunRecord:
 
 
 def decode(value: Payload) -> RunRecord:
-    """The run's record in a payload. Raises `Unusable`."""
+    """Return the run's record in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require(row["status"] in STATUSES, f"status is {row['status'][:60]!r}, expected one of {', '.join(STATUSES)}")
     require_whole(row, "created_ns", "updated_ns", "revision")

@@ -106,12 +106,12 @@ class Admin:
                 return response
 
     def topics(self, prefix: str = "") -> list[str]:
-        """Names of the topics that start with `prefix`, sorted."""
+        """Return the names of the topics that start with `prefix`, sorted, without Kafka's internal ones."""
         names = self.request("cannot list topics", lambda client: client.list_topics())
         return sorted(name for name in names if name.startswith(prefix) and not name.startswith("__"))
 
     def partitions(self, topic: str) -> int | None:
-        """Number of partitions of `topic`, None if it does not exist; cached."""
+        """Return the number of partitions of `topic`, cached; None if it does not exist."""
         if topic not in self._counts:
             described = self.describe([topic])
             if topic not in described:
@@ -200,7 +200,7 @@ class Admin:
         return replicas, {} if brokers == 1 else {"min.insync.replicas": str(in_sync)}
 
     def problems_of(self, specs: Mapping[str, TopicSpec], *, copies: Copies = FOLLOWING) -> list[str]:
-        """One line for each topic that is missing, or that would lose or refuse records; creates and changes nothing."""
+        """Return one line for each topic that is missing, or that would lose or refuse records; creates and changes nothing."""
         (replicas, durable), existing = self._replication(copies), self.describe(list(specs))
         expected = {name: replace(spec, configs={**spec.configs, **durable}) for name, spec in specs.items()}
         return self._differences({name: spec for name, spec in expected.items() if name in existing}, existing) + [

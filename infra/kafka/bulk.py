@@ -112,7 +112,7 @@ class BulkReader(_Client):
 
 
 def writing(connection: Connection) -> dict[str, Any]:
-    """librdkafka's settings for a `BulkWriter`."""
+    """Return librdkafka's settings for a `BulkWriter`."""
     return {
         **librdkafka(connection),
         "enable.idempotence": True,

@@ -41,7 +41,7 @@ class CpuCosts:
                 self._seconds[kind] += _cpu_s(thread)
 
     def totals(self) -> dict[str, float]:
-        """CPU seconds: `send_s` and `poll_s` of callers and members; `io_s` of network threads, admin calls and new clients."""
+        """Return CPU seconds: `send_s`, `poll_s` of callers and members; `io_s` of network threads, admin calls and new clients."""
         with self._lock:
             sums = {str(kind): seconds for kind, seconds in self._seconds.items()}
             for thread, kind in self._threads.items():

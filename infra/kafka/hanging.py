@@ -54,14 +54,14 @@ class Hanging:
 
 
 def _producers(admin: Admin, partitions: Iterable[Partition]) -> dict[Partition, list[ProducerState]]:
-    """Partition -> the producers that have recently written to it."""
+    """Return partition -> the producers that have recently written to it."""
     tps = [TopicPartition(*partition) for partition in partitions]
     states = admin.request("cannot look up the producers", lambda client: client.describe_producers(tps)) if tps else {}
     return {(tp.topic, tp.partition): list(state.active_producers) for tp, state in states.items()}
 
 
 def _transactions_of(admin: Admin, producer_ids: Collection[int]) -> dict[int, tuple[str, TransactionDescription]]:
-    """Producer id -> its transactional id and its coordinator's description; omits producers that no coordinator has."""
+    """Return producer id -> (transactional id, its coordinator's description), without producers that no coordinator has."""
     if not producer_ids:
         return {}
     ids = list(producer_ids)
@@ -72,7 +72,7 @@ def _transactions_of(admin: Admin, producer_ids: Collection[int]) -> dict[int, t
 
 
 def hanging_transactions(admin: Admin, topics: Iterable[str], *, patience_s: float = PATIENCE_S) -> list[Hanging]:
-    """Open transactions that no coordinator will end, of these topics and of group offsets; takes `patience_s` if any is open."""
+    """Return open transactions of these topics and of group offsets that no coordinator will end; takes `patience_s` if any is open."""
     partitions = [(topic, number) for topic in (*topics, GROUP_OFFSETS) for number in range(admin.partitions(topic) or 0)]
     before = _open_offsets(admin, partitions)
     if not before:
@@ -97,7 +97,7 @@ def end_hanging(admin: Admin, hanging: Hanging, *, commit: bool) -> None:
 
 
 def _open_offsets(admin: Admin, partitions: Iterable[Partition]) -> dict[Partition, int]:
-    """Partition -> start offset of its oldest open transaction; omits partitions without one."""
+    """Return partition -> start offset of its oldest open transaction, without partitions that have none."""
     partitions = list(partitions)
     readable, written = (admin.offsets(partitions, end=True, committed=committed) for committed in (True, False))
     return {partition: readable[partition] for partition in partitions if readable[partition] < written[partition]}

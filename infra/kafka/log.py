@@ -52,22 +52,22 @@ class KafkaLog(Admin):
             self.contact.report_to(notify)
 
     def beginning_offsets(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
-        """Partition -> the first offset that retention has not deleted."""
+        """Return partition -> the first offset that retention has not deleted."""
         return self.offsets(partitions, end=False, committed=True)
 
     def offsets_at(self, partitions: Iterable[Partition], time_ms: int) -> dict[Partition, int]:
-        """Partition -> offset of the first record at or after this time, the end offset if there is none."""
+        """Return partition -> offset of the first record at or after this time, the end offset if there is none."""
         partitions = list(partitions)
         ends = self.offsets(partitions, end=True, committed=False)
         offsets = self.offsets(partitions, end=False, committed=False, time_ms=time_ms)
         return {partition: offset if offset >= 0 else ends[partition] for partition, offset in offsets.items()}
 
     def end_offsets(self, partitions: Iterable[Partition], *, committed: bool = True) -> dict[Partition, int]:
-        """Partition -> the offset after its last record; with `committed`, at most the start of the first open transaction."""
+        """Return partition -> the offset after its last record; with `committed`, at most the start of the first open transaction."""
         return self.offsets(partitions, end=True, committed=committed)
 
     def tail(self, starts: Mapping[Partition, Start], *, group: str | None = None, fetch_bytes: int | None = None) -> KafkaTail:
-        """A reader of exactly these partitions; with `group` it can store offsets but does not join.
+        """Return a reader of exactly these partitions; with `group` it can store offsets but does not join.
 
         `fetch_bytes`: size of one request to a partition, for a caller that needs few of its records.
         """
@@ -98,7 +98,7 @@ class KafkaLog(Admin):
         )
 
     def read_dead_letters(self, topic: str) -> list[Record]:
-        """Records of a dead-letter topic, for a reader that has met an unreadable record; none if the topic is missing."""
+        """Return the records of a dead-letter topic, for a reader that has met an unreadable record; none if the topic is missing."""
         if self.partitions(topic) is None:
             return []
         tail = KafkaTail(self, {(topic, 0): "earliest"}, group=None)  # it stops at damage: it must not read its own topic for it
@@ -112,7 +112,7 @@ class KafkaLog(Admin):
         return first_readable(self, lambda start: KafkaTail(self, {partition: start}, group=None), partition, offset)
 
     def _newest(self, topic: str, partition: int, key: bytes | None) -> bytes | None:
-        """Value of the newest record with this key among all written before the call; None if there is none."""
+        """Return the value of the newest record with this key among all written before the call; None if there is none."""
         tail = self.tail({(topic, partition): "earliest"})
         try:
             return next((record.value for record in reversed(tail.read_to_end(include_open=True)) if record.key == key), None)
@@ -136,18 +136,18 @@ class KafkaLog(Admin):
         )  # fmt: skip
 
     def read(self, topic: str, partition: int, offsets: Sequence[int], *, timeout_s: float = 60.0) -> list[Record]:
-        """Committed records at exactly these offsets, in this order. Raises `RecordMissing` with the missing offsets.
+        """Return the committed records at exactly these offsets, in this order. Raises `RecordMissing` with the missing offsets.
 
         Waits for an open transaction that hides an offset: partitions learn of a commit at different times.
         """
         return self._single_records.read((topic, partition), offsets, timeout_s=timeout_s)
 
     def costs(self) -> dict[str, float]:
-        """CPU seconds so far: `send_s` and `poll_s` in calls and members' threads, `io_s` on network threads."""
+        """Return CPU seconds so far: `send_s` and `poll_s` in calls and members' threads, `io_s` on network threads."""
         return self.cpu.totals()
 
     def counts(self) -> dict[str, float]:
-        """Events of this log's clients so far, seconds of the broker's silence, and `lag`: records that group members have not taken."""
+        """Return events of this log's clients so far, seconds of the broker's silence, and `lag`: records that members have not taken."""
         counts = {name: float(self.contact.counts[name]) for name in ("fenced", "rebalances", "transaction_retries")}
         counts["broker_silent_s"] = self.contact.silent_s
         members = list(self._members)

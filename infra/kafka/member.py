@@ -96,7 +96,7 @@ class Buffer:
             self._change.notify_all()
 
     def take(self, timeout_s: float) -> list[Event]:
-        """All queued events; waits up to `timeout_s` for the first."""
+        """Return all queued events; waits up to `timeout_s` for the first. Raises the error of `end` once there are no more."""
         with self._change:
             if not self._events and self._failure is None:
                 self._change.wait_for(lambda: self._events or self._failure is not None, timeout_s)
@@ -192,7 +192,7 @@ class KafkaMember:
         return self._outage.seconds
 
     def take(self, timeout_s: float) -> list[Event]:
-        """Events since the last call, in order; waits up to `timeout_s` for the first. Raises `LogError` once the member has failed."""
+        """Return the events since the last call; waits up to `timeout_s` for the first. Raises `LogError` once the member has failed."""
         with self._costs.count("poll_s"):
             return self._buffer.take(timeout_s)
 
@@ -212,7 +212,7 @@ class KafkaMember:
         return self._buffer.membership
 
     def lag(self) -> int:
-        """Number of records in its partitions that the member has not taken yet, by the brokers' newest responses."""
+        """Return the number of records in its partitions that the member has not taken yet, by the brokers' newest responses."""
         return private_api.lag(self._consumer) + self._buffer.waiting
 
     def close(self, timeout_s: float = 3.0) -> None:
@@ -379,7 +379,7 @@ class PoolAssignor(AbstractPartitionAssignor):  # type: ignore[misc]
         return ConsumerProtocolSubscription(self.version, list(topics), self._pools.own.encode())
 
     def assign(self, cluster: Any, members: Sequence[Any]) -> Mapping[str, Any]:
-        """Member id -> its partitions; called in the leader of the group."""
+        """Return member id -> its partitions; called in the leader of the group."""
         shares = self._pools.share_out({member.member_id: bytes(member.metadata.user_data or b"").decode() for member in members})
         return {
             member.member_id: ConsumerProtocolAssignment(

@@ -55,7 +55,7 @@ class Contact:
         self._last_response = time.monotonic()
 
     def unreachable(self, after_s: float | None = None) -> LogUnreachable:
-        """The error to raise after a timeout without a response."""
+        """Return the error to raise after a timeout without a response."""
         return LogUnreachable(
             f"the broker at {self.bootstrap} has not responded for {after_s or self.give_up_s:.0f} s (kafka.give_up_s): stopping; "
             "after a restart it repeats the work that was not acknowledged"

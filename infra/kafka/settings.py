@@ -76,7 +76,7 @@ class Connection:
             object.__setattr__(self, "security", {**self.security, "ssl_check_hostname": _SWITCHES[check_hostname.strip().lower()]})
 
     def credentials(self) -> Mapping[str, Any]:
-        """The login of this user's embedded broker if `bootstrap` is its address, otherwise `security`. Raises `BrokerError`."""
+        """Return the login of this user's embedded broker if `bootstrap` is its address, otherwise `security`. Raises `BrokerError`."""
         own = access.login_at(self.bootstrap)
         return self.security if own is None else own.security()
 
@@ -203,7 +203,7 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
         return self._token
 
     def for_librdkafka(self, _: str) -> tuple[str, float]:
-        """(token, expiry in seconds since the epoch), as librdkafka's callback returns it."""
+        """Return (token, expiry in seconds since the epoch), as librdkafka's callback has to."""
         token = self.token()
         return token, expires_s(token) or time.time() + UNDATED_TOKEN_S
 
@@ -214,7 +214,7 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
             raise LogError(f"{TOKEN_FILE} {self._file} cannot be read: {getattr(error, 'strerror', None) or 'it is empty'}") from None
 
     def _run(self) -> str:
-        """Output of the command that prints a token. Raises `LogError` if it fails."""
+        """Return the output of the command that prints a token. Raises `LogError` if it fails."""
         try:
             command = shlex.split(str(self._command))
             done = subprocess.run(command, capture_output=True, text=True, timeout=TOKEN_COMMAND_S, check=False, stdin=subprocess.DEVNULL)

@@ -130,7 +130,7 @@ def _missing(consumer: Any) -> str:
 
 
 def to_kafka(offsets: Commits) -> dict[Any, Any]:
-    """Commits as the client library takes them. Raises `ValueError` for metadata that is too long."""
+    """Convert commits to the client library's. Raises `ValueError` for metadata that is too long."""
     check_commits(offsets)
     return {TopicPartition(*partition): OffsetAndMetadata(offset, metadata, -1) for partition, (offset, metadata) in offsets.items()}
 
@@ -245,7 +245,7 @@ class KafkaTail:
         return [partition_of(tp) for tp in self._consumer.assignment()]
 
     def position(self, partition: Partition) -> int:
-        """The offset of the next record this tail delivers."""
+        """Return the offset of the next record that this tail delivers. Raises `LogError` for a partition that it does not read."""
         offset = private_api.position(self._consumer, TopicPartition(*partition))
         if offset is None:
             raise LogError(f"{partition[0]}/{partition[1]} is not among the partitions of this reader")
@@ -256,14 +256,14 @@ class KafkaTail:
         self._consumer.seek(TopicPartition(*partition), offset)
 
     def commit(self, offsets: Commits, timeout_s: float = 10.0) -> None:
-        """Commit offsets for the group; raises LogError when that fails or there is no group."""
+        """Commit offsets for the group. Raises `LogError` if that fails or there is no group."""
         if self._group is None:
             raise LogError("a reader without a consumer group cannot commit offsets")
         with edge.translated(f"cannot commit offsets of group {self._group}"):
             self._consumer.commit(to_kafka(offsets), timeout_ms=int(timeout_s * 1000))
 
     def committed(self, timeout_s: float = 10.0) -> dict[Partition, Committed]:
-        """The group's committed offsets for the partitions of this tail."""
+        """Return the group's committed offsets for the partitions of this tail. Raises `LogError`, also without a group."""
         if self._group is None:
             raise LogError("a reader without a consumer group has no committed offsets")
         partitions: Sequence[Any] = list(self._consumer.assignment())

@@ -205,7 +205,7 @@ class MemoryLog:
         return [records[offset] for offset in offsets]
 
     def tail(self, starts: Mapping[Partition, Start], *, group: str | None = None, fetch_bytes: int | None = None) -> MemoryTail:
-        """A reader of exactly these partitions; with `group` it can store offsets. It prefetches nothing."""
+        """Return a reader of exactly these partitions; with `group` it can store offsets. It prefetches nothing."""
         return MemoryTail(self._state, starts, group=group)
 
     def member(
@@ -223,7 +223,7 @@ class MemoryLog:
     def transactions(
         self, transactional_id: str, *, claim: Outgoing | None = None, timeout_s: float = TRANSACTION_S, give_up_s: float | None = None
     ) -> MemoryTransactions:
-        """A writer of transactions, which takes the id from any other writer and writes `claim` first."""
+        """Return a writer of transactions, which takes the id from any other writer and writes `claim` first."""
         writer = MemoryTransactions(self._state, transactional_id, markers_late_s=self._markers_late_s)
         if claim is not None:
             writer.commit([claim])

@@ -54,7 +54,7 @@ class Part:
         return offset
 
     def between(self, first: int, end: int, count: int) -> list[Record]:
-        """At most `count` records from offset `first` up to below `end`."""
+        """Return at most `count` records from offset `first` up to below `end`."""
         low = bisect.bisect_left(self.records, first, key=lambda record: record.offset)
         high = bisect.bisect_left(self.records, end, key=lambda record: record.offset)
         return self.records[low : min(high, low + count)]
@@ -208,7 +208,7 @@ class MemoryTail:
             return self._state.change.wait_for(lambda: self._reader.advance(max_records), timeout_s)
 
     def read_to_end(self, timeout_s: float = 60.0, *, include_open: bool = False) -> list[Record]:
-        """Everything up to the current end offsets; with `include_open`, waits for open transactions and returns their records too."""
+        """Return everything up to the current end offsets; with `include_open`, first waits for open transactions."""
         with self._state.change:
             parts = {partition: self._state.part(partition) for partition in self._reader.positions}
             ends = {partition: part.end for partition, part in parts.items()}
@@ -272,7 +272,7 @@ class MemoryMember:
             state.rebalance(self._group)
 
     def _share(self) -> list[Partition]:
-        """This member's partitions: a contiguous range of each topic, as by Kafka's range assignor, or its pool's share."""
+        """Return this member's partitions: a contiguous range of each topic, as by Kafka's range assignor, or its pool's share."""
         if self._pools is not None:
             numbers = self._pools.share_out({member: self._group.pools[member] for member in self._group.members})[self.member_id]
             return [(topic, number) for topic in self._topics for number in numbers]

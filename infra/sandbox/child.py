@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _outcome(handler: Callable[[Any], Any], payload: Any) -> dict[str, Any]:
-    """The result or the error of one call; cancels an alarm that the handler has set."""
+    """Return the result or the error of one call; cancels an alarm that the handler has set."""
     try:
         return {"result": handler(payload)}
     # The edge of this process: a user's function may raise anything, including KeyboardInterrupt and SystemExit.

@@ -146,7 +146,7 @@ def footer(path: Path) -> dict[str, Any]:
 
 
 def rows(path: Path, row_group: int | None = None) -> pa.Table:
-    """The rows of a file, or of one row group, mapped from a temporary file that ends with the process. Raises `Refused`."""
+    """Return the rows of a file, or of one row group, mapped from a temporary file that ends with the process. Raises `Refused`."""
     with _opened(path) as source, _named(path), _sink() as sink:
         request = {"kind": "rows", "row_group": row_group, "most": max(LEAST_BYTES, RATIO * os.fstat(source.fileno()).st_size)}
         _decoder.request(request, source=source.fileno(), sink=sink.fileno(), limit_s=_limit(source))
@@ -218,7 +218,10 @@ REFUSES = (pa.ArrowException, OSError, ValueError, MemoryError, RuntimeError, Lo
 
 
 def main() -> None:
-    """The child: serve requests on a socket until its other end is closed. Arguments: its descriptor, and the memory limit in bytes."""
+    """Run the child: serve requests on a socket until its other end is closed.
+
+    Arguments of the program: the socket's descriptor, and the memory limit in bytes.
+    """
     import pyarrow.parquet  # noqa: F401  (before the limits)
 
     connection = socket.socket(fileno=int(sys.argv[1]))

@@ -35,7 +35,7 @@ def hide_secrets(*, memory: bool = True) -> None:
 
 
 def _limit_capabilities() -> None:
-    """Retain only the capabilities of a container; a command that this process starts as root has all of them again."""
+    """Drop all capabilities but those of a container; a command that this process starts as root has all of them again."""
     libc, header = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     words = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable: capabilities 0 to 31, then 32 to 63
     if libc.capget(header, words) == 0:

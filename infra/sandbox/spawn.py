@@ -65,7 +65,7 @@ REWARD, ENVIRONMENT = ChildRules(section="reward"), ChildRules(section="environm
 
 
 def child_environment(environ: Mapping[str, str], pass_env: Sequence[str] = ()) -> dict[str, str]:
-    """The environment variables that a child gets: listed ones, those whose value is a path, and those named in `pass_env`.
+    """Return the environment variables that a child gets: listed ones, those whose value is a path, and those in `pass_env`.
 
     A name that contains one of `SECRET_WORDS` is only passed if it is on the list or in `pass_env`.
 

@@ -35,7 +35,7 @@ class MachineMemory:
     """One process's view of the memory that the machine's workers share under `name`; implements `Memory`."""
 
     def __init__(self, name: str, *, only_reads: bool = False) -> None:
-        """`only_reads` for a process that never becomes the writer."""
+        """Attach to no memory yet; `only_reads` is for a process that never becomes the writer."""
         self._only_reads = only_reads
         self.no_writer = False
         """True if there was no writer at the last request."""

@@ -42,7 +42,7 @@ def key(owner: Owner) -> bytes:
 
 
 def decode(value: Payload) -> Owner:
-    """The owner in a payload. Raises `Unusable`."""
+    """Return the claim in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require(row["kind"] in OWNER_KINDS, f"kind is {row['kind'][:60]!r}, expected one of {', '.join(OWNER_KINDS)}")
     require_names(row, "writer", "token")

@@ -34,7 +34,7 @@ CODEC = Codec(SCHEMA, fields=fields_of(State))
 
 
 def decode(value: Payload) -> State:
-    """The snapshot in a payload. Raises `Unusable`."""
+    """Return the snapshot in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require_names(row, "worker")
     for name, offset in json_object(row["positions"], "positions").items():
@@ -45,7 +45,7 @@ def decode(value: Payload) -> State:
 
 
 def headers(state: State, *, run: str) -> Headers:
-    """The headers of a snapshot; `worker` is its writer."""
+    """Return the headers of a snapshot; `worker` is its writer."""
     return Headers(run=run, schema=SCHEMA, worker=state.worker)
 
 

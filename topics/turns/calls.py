@@ -69,12 +69,12 @@ CODEC = Codec(SCHEMA, fields=fields_of(Call))
 
 
 def context_digest(token_ids: Int32s) -> str:
-    """SHA-256 of a context: its token ids as little-endian int32."""
+    """Return the SHA-256 (hex) of a context: its token ids as little-endian int32."""
     return hashlib.sha256(np.ascontiguousarray(token_ids, "<i4").tobytes()).hexdigest()
 
 
 def decode(value: Payload) -> Call:
-    """The call in a payload. Raises `Unusable`."""
+    """Return the call in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require(len(row["token_ids"]) > 0, "the context is empty")
     require(not (row["token_ids"] < 0).any(), "a token id is below 0")

@@ -55,7 +55,7 @@ CODEC = Codec(SCHEMA, fields=fields_of(Reply))
 
 
 def decode(value: Payload) -> Reply:
-    """The reply in a payload. Raises `Unusable`."""
+    """Return the reply in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require_whole(row, "group", "sample", "turn", "attempt", "started_ns", "ended_ns")
     require_names(row, "worker")

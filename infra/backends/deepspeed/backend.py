@@ -254,7 +254,7 @@ class DeepSpeedBackend(LocalModel):
         return StepResult(grad_norm=self.norm, lr=rate, measures={**self.peak_memory(), **self.taken_flops()})
 
     def weights(self) -> Sequence[TensorBytes]:
-        """A copy of the full weights; under ZeRO-3 a collective that every process must enter, one parameter at a time."""
+        """Return a copy of the full weights; under ZeRO-3 a collective that every process must enter, one parameter at a time."""
         if self.zero_stage < 3:
             return super().weights()
         parameters = dict(self.model.named_parameters())

@@ -39,7 +39,7 @@ _applied: list[str] = []
 
 
 def source_digest(name: str) -> str | None:
-    """SHA-256 of the source of `module:Class.function`; None if there is no such function."""
+    """Return the SHA-256 of the source of `module:Class.function`; None if there is no such function."""
     module, _, path = name.partition(":")
     try:
         target: Any = importlib.import_module(module)
@@ -82,7 +82,7 @@ def apply() -> None:
 
 
 def _idempotent_producer_gets_a_new_id() -> None:
-    """After a batch timed out, the idempotent producer drops its id but never requests another: every later send times out.
+    """Fault: after a batch timed out, the idempotent producer drops its id but never requests another: later sends time out.
 
     Repro: stalled_broker. Report: "reset_producer_id() leaves an idempotent producer without a producer id for good".
     """
@@ -101,7 +101,7 @@ def _idempotent_producer_gets_a_new_id() -> None:
 
 
 def _one_bad_record_is_not_the_end() -> None:
-    """One record that the broker refuses (too large, no key on a compacted topic) makes an idempotent producer fail for ever.
+    """Fault: one record that the broker refuses (too large, no key on a compacted topic) makes an idempotent producer fail for ever.
 
     Repro: refused_record. Report: "classify_batch_error() makes MESSAGE_TOO_LARGE fatal to an idempotent producer".
     """
@@ -119,7 +119,7 @@ def _one_bad_record_is_not_the_end() -> None:
 
 
 def _running_join_is_remembered() -> None:
-    """A join caused by changed metadata clears its own cause; a poll() that times out inside it forgets the join, and the member hangs.
+    """Fault: a join caused by changed metadata clears its own cause; a poll() that times out inside it forgets the join and hangs.
 
     Repro: late_second_join. Report: "need_rejoin() ignores a join in flight" (kafka-python 1.4 checked for one since pull request 1695).
     """
@@ -136,7 +136,7 @@ def _running_join_is_remembered() -> None:
 
 
 def _finished_join_is_used() -> None:
-    """A join that ends between two polls is discarded and restarted, so short polls never join and the whole group keeps rebalancing.
+    """Fault: a join that ends between two polls is discarded and restarted, so short polls never join and the group keeps rebalancing.
 
     Repro: short_polls. Report: "join_group_async() discards a join that succeeded between two polls".
     """
@@ -170,7 +170,7 @@ def _finished_join_is_used() -> None:
 
 
 def _lost_batch_fails_its_transaction() -> None:
-    """A transaction commits although one of its records was lost: an expired batch counts as retriable and changes no state.
+    """Fault: a transaction commits although one of its records was lost: an expired batch counts as retriable, no state changes.
 
     Every lost batch makes the transaction abortable, so that the commit raises; the abort takes a new epoch as well,
     because the old sequence numbers are unusable after a loss.
@@ -208,7 +208,7 @@ def _lost_batch_fails_its_transaction() -> None:
 
 
 def _foreign_header_name_is_read() -> None:
-    """A record whose header name is not UTF-8 stops its reader for good: poll() raises once, and the next one never returns.
+    """Fault: a record whose header name is not UTF-8 stops its reader for good: poll() raises once, and the next one never returns.
 
     Repro: foreign_header_name. Report: "poll() spins for ever behind a record with a header name that is not UTF-8".
     """
@@ -247,7 +247,7 @@ _RECEIVED_AT_ONCE = 1 << 20
 
 
 def responses_are_read_in_large_pieces() -> None:
-    """A response is read 4 KiB at a time: with samples of 2,000 tokens a run loses a tenth of its speed.
+    """Fault: a response is read 4 KiB at a time: with samples of 2,000 tokens a run loses a tenth of its speed.
 
     Data that arrive together with the end of the connection are lost, such as the reason why a broker refuses a password.
     Repro: small_reads. Report: "Receiving 4 KiB per recv() makes large fetches slow".
@@ -276,7 +276,7 @@ def responses_are_read_in_large_pieces() -> None:
 
 
 def sending_over_tls_copies_nothing() -> None:
-    """Over TLS each 16 KiB sent copy the rest of the request: 8 MiB copy 2 GiB, and a producer reaches about 20 MB/s.
+    """Fault: over TLS each 16 KiB sent copy the rest of the request: 8 MiB copy 2 GiB, and a producer reaches about 20 MB/s.
 
     Repro: tls_copies. Report: "KafkaSSLTransport._sock_send slices bytes, KafkaTCPTransport._sock_send a memoryview".
     """
@@ -293,7 +293,7 @@ def sending_over_tls_copies_nothing() -> None:
 
 
 def inflating_has_a_limit() -> None:
-    """A compressed batch of 16 MiB may inflate to 16 GiB in its reader's memory before the first record is returned.
+    """Fault: a compressed batch of 16 MiB may inflate to 16 GiB in its reader's memory before the first record is returned.
 
     Our own records are never compressed. Repro: inflated_batch. Report: "_maybe_uncompress() has no limit on the size of its result".
     """
@@ -309,7 +309,7 @@ def inflating_has_a_limit() -> None:
 
 
 def a_request_to_an_unlisted_broker_fails() -> None:
-    """A fetch from a leader that the metadata do not list raises after it was marked as in flight: the reader skips that broker for good.
+    """Fault: a fetch from a leader that the metadata do not list raises after it counts as in flight: that broker is never read again.
 
     Metadata name a leader without its address while a broker joins or leaves. Repro: unlisted_leader. Report: "send() raises
     UnknownBrokerIdError instead of failing its future, and the fetcher skips that node for good".
