@@ -6,7 +6,6 @@ tried. While one is written, a thread reads the model without copying it: the mo
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from penstock.infra import faults
 from penstock.infra.errors import BackendError, CheckpointError
-from penstock.infra.paths import sync
+from penstock.infra.paths import sha256_of, sync, write_complete
 
 MANIFEST = "manifest.json"
 
@@ -35,7 +34,7 @@ def sync_directory(directory: Path) -> None:
 def write_manifest(directory: Path) -> int:
     """Write `manifest.json` with size and SHA-256 of every file; return the total size in bytes."""
     files = sorted(file for file in directory.rglob("*") if file.is_file())
-    entries = {file.relative_to(directory).as_posix(): {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files}
+    entries = {file.relative_to(directory).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256_of(file)} for file in files}
     (directory / MANIFEST).write_text(json.dumps({"files": entries}, indent=1), encoding="utf-8")
     return sum(file.stat().st_size for file in [*files, directory / MANIFEST])
 
@@ -45,13 +44,8 @@ def check_file(name: str, file: Path, entry: Mapping[str, object]) -> None:
     size = file.stat().st_size
     if size != entry["bytes"]:
         raise CheckpointError(f"{name} has {size} bytes, but {entry['bytes']} according to the checkpoint's manifest")
-    if _sha256(file) != entry["sha256"]:
+    if sha256_of(file) != entry["sha256"]:
         raise CheckpointError(f"{name} is damaged: its SHA-256 differs from that in the checkpoint's manifest")
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,9 +293,7 @@ class CheckpointStore:
             return
         self.best = best
         with self._explained("note the best checkpoint"):
-            unfinished = self.directory / f".{BEST}"
-            unfinished.write_text(json.dumps(asdict(best)), encoding="utf-8")
-            unfinished.replace(self.directory / BEST)
+            write_complete(self.directory / BEST, json.dumps(asdict(best)))
 
     def _read_best(self) -> Best | None:
         try:

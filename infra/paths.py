@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
 import stat
@@ -74,6 +75,12 @@ def complete(file: IO[bytes], path: Path) -> None:
     file.close()
     Path(file.name).replace(path)
     sync(path.parent)
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file's content in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

@@ -85,6 +85,18 @@ class LocalModel:
         s = self.settings
         return torch.optim.AdamW(groups, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=0.0, fused=True)
 
+    @torch.no_grad()
+    def divide_and_clip(self, parameters: Iterable[torch.Tensor], denominator: float) -> float:
+        """Divide the gradients and clip their norm; return the norm before clipping. Raises `Diverged` unless it is finite."""
+        trained = [parameter for parameter in parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in trained]
+        torch._foreach_div_(gradients, denominator)
+        total = torch.nn.utils.get_total_norm(gradients)
+        norm = checked_norm(float(total), step=self.steps)
+        if self.settings.max_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(trained, self.settings.max_grad_norm, total)
+        return norm
+
     def run_forward(self, batch: TokenBatch) -> tuple[Passed, dict[str, float]]:
         """Run the forward pass with gradient; return its result and counts: `tokens`, `computed_tokens`, perhaps `entropy_sum`."""
         s = self.settings
@@ -300,13 +312,7 @@ class TorchBackend(LocalModel):
         if not self.has_gradient:
             raise BackendError("an optimizer step needs at least one backward pass, and there was none since the last step")
         self._add_up_ranks()
-        masters = [master for master in self.masters if master.grad is not None]
-        gradients = [master.grad for master in masters]
-        torch._foreach_div_(gradients, checked_denominator(denominator))
-        total = torch.nn.utils.get_total_norm(gradients)
-        norm = checked_norm(float(total), step=self.steps)
-        if self.settings.max_grad_norm:
-            torch.nn.utils.clip_grads_with_norm_(masters, self.settings.max_grad_norm, total)
+        norm = self.divide_and_clip(self.masters, checked_denominator(denominator))
         rate = self.settings.learning_rate(self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate

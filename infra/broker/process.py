@@ -10,7 +10,6 @@ are in the user's Maven cache ($M2_REPO, else ~/.m2/repository), or in the folde
 
 import argparse
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -27,7 +26,7 @@ from pathlib import Path
 
 from penstock.infra import paths
 from penstock.infra.errors import BrokerError
-from penstock.infra.paths import write_private
+from penstock.infra.paths import sha256_of, write_private
 from penstock.infra.sandbox.spawn import child_environment
 
 # Kafka 4.3 brokers need 17; 25 is the newest release they are tested with.
@@ -225,7 +224,7 @@ def class_path(*, progress: Callable[[str], None], pins: Path = PINS, cache: Pat
         progress(f"downloading Apache Kafka ({len(missing)} of {len(pinned)} jars)")
         _download({path: pinned[path] for path in missing}, cache)
     for path, sha256 in pinned.items():
-        if _sha256(cache / path) != sha256:
+        if sha256_of(cache / path) != sha256:
             raise BrokerError(f"{cache / path} has another SHA-256 than {pins.name} lists: delete that file and start again")
     return os.pathsep.join(str(cache / path) for path in pinned)
 
@@ -263,7 +262,7 @@ def _download(digests: dict[str, str], cache: Path) -> None:
             def fetch(path: str) -> None:
                 *group, artifact, version, _ = path.split("/")
                 jar = _resolved(lambda: maven.project(".".join(group), artifact).at_version(version).artifact().resolve())
-                if _sha256(jar) != digests[path]:
+                if sha256_of(jar) != digests[path]:
                     raise BrokerError(f"the downloaded {jar.name} has another SHA-256 than {PINS.name} lists: check jgo's repositories")
                 (cache / path).parent.mkdir(parents=True, exist_ok=True)
                 jar.replace(cache / path)
@@ -286,11 +285,6 @@ def _resolved(resolve: Callable[[], Path]) -> Path:
     return resolve()
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def pin(pins: Path = PINS) -> int:
     """Resolve the jars of Kafka and of its logging with jgo, and rewrite the list; returns their number.
 
@@ -305,7 +299,7 @@ def pin(pins: Path = PINS) -> int:
             jar = artifact.resolve()
             if jars.setdefault(name, jar) != jar:
                 raise BrokerError(f"{KAFKA} and {LOGGING} need different versions of {name}: choose a matching {LOGGING.split(':')[1]}")
-    lines = [f"{_sha256(jar)}  {jar.relative_to(maven_cache()).as_posix()}\n" for jar in jars.values()]
+    lines = [f"{sha256_of(jar)}  {jar.relative_to(maven_cache()).as_posix()}\n" for jar in jars.values()]
     pins.write_text("".join(lines))
     return len(lines)
 

@@ -48,7 +48,8 @@ class RegisteredCheckpoints:
 
 def register(client: Any, *, name: str, run_id: str, checkpoints: RegisteredCheckpoints, local: bool) -> None:
     """Make the registered model `name` have exactly these versions; `local`: MLflow reads this machine's disk."""
-    registered = _registered_versions(client, name)
+    versions = client.search_model_versions(f"name = '{name}'", max_results=1000)
+    registered = {int(version.tags[STEP_TAG]): version for version in versions if STEP_TAG in version.tags}
     if not registered and not checkpoints.versions:
         return
     if not client.search_registered_models(filter_string=f"name = '{name}'"):
@@ -62,11 +63,6 @@ def register(client: Any, *, name: str, run_id: str, checkpoints: RegisteredChec
             registered[version.step] = client.create_model_version(name, source, run_id=run_id, tags=tags, await_creation_for=0)
     if checkpoints.best in registered and BEST not in registered[checkpoints.best].aliases:
         client.set_registered_model_alias(name, BEST, registered[checkpoints.best].version)
-
-
-def _registered_versions(client: Any, name: str) -> dict[int, Any]:
-    versions = client.search_model_versions(f"name = '{name}'", max_results=1000)
-    return {int(version.tags[STEP_TAG]): version for version in versions if STEP_TAG in version.tags}
 
 
 def _source(client: Any, version: ModelVersion, *, run_id: str, local: bool) -> str:

@@ -376,16 +376,6 @@ class DeepSpeedBackend(LocalModel):
             return contextlib.nullcontext()
         return self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=writer)
 
-    @torch.no_grad()
     def _divide_and_clip(self) -> None:
         """Divide and clip under stage 0, which runs the plain optimizer: called between DeepSpeed's averaging and AdamW's update."""
-        parameters = [parameter for parameter in self._trained() if parameter.grad is not None]
-        gradients = [parameter.grad for parameter in parameters]
-        torch._foreach_div_(gradients, self.denominator)
-        total = torch.nn.utils.get_total_norm(gradients)
-        self.norm = checked_norm(float(total), step=self.steps)
-        if self.settings.max_grad_norm:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.max_grad_norm, total)
-
-    def _trained(self) -> Iterator[torch.nn.Parameter]:
-        return (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        self.norm = self.divide_and_clip(self.model.parameters(), self.denominator)

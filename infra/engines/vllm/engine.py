@@ -122,8 +122,8 @@ class VllmEngine:
         except Exception as error:
             raise self._broken_by("while generating", error) from error
         finally:
-            self._counts.decode_s += time.perf_counter() - started
-        self._counts.decode_steps += 1
+            self._counts.sums["decode_s"] += time.perf_counter() - started
+        self._counts.sums["decode_steps"] += 1
         return [self._finished(output) for output in outputs if output.finished]
 
     def abort(self, group: int) -> list[Completion]:
@@ -144,7 +144,7 @@ class VllmEngine:
         self._groups = [member for member in self._groups if member.request.group != group]
         self._waiting = [entry for entry in self._waiting if entry[0] != group]
         heapq.heapify(self._waiting)
-        self._counts.aborted_tokens += sum(len(completion.token_ids) for completion in aborted)
+        self._counts.sums["aborted_tokens"] += sum(len(completion.token_ids) for completion in aborted)
         return sorted(aborted, key=lambda completion: completion.sample)
 
     def groups_in_flight(self) -> list[GroupInFlight]:
@@ -276,10 +276,10 @@ class VllmEngine:
         group.unended -= 1
         group.tokens += len(completion.token_ids)
         group.oldest = _older(group.oldest, completion.spans[0].version)
-        self._counts.tokens += len(completion.token_ids)
+        self._counts.sums["tokens"] += len(completion.token_ids)
         if not group.unended:
             self._groups = [member for member in self._groups if member is not group]
-            self._counts.groups += 1
+            self._counts.sums["groups"] += 1
         return completion
 
     def _completion(self, row: "Row", sampled: Any, finish: Finish) -> Completion:

@@ -11,6 +11,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 EXTENSION = "penstock.infra.engines.vllm.transfer.Extension"
 """vLLM imports it in every process with a part of the model."""
 BACKEND = "penstock"
@@ -62,15 +64,11 @@ def _end(between: list[int]) -> None:
 
 def _ancestors(*, upto: int) -> list[int]:
     """Return the process ids of this process's ancestors below `upto`; empty if `upto` is not an ancestor."""
-    ancestors, pid = [], os.getppid()
-    while pid > 1 and pid != upto:
-        ancestors.append(pid)
-        try:
-            # The name before the last parenthesis may contain spaces.
-            pid = int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
-            return []
-    return ancestors if pid == upto else []
+    try:
+        ancestors = [parent.pid for parent in psutil.Process().parents()]
+    except psutil.Error:  # one of them has just exited
+        return []
+    return ancestors[: ancestors.index(upto)] if upto in ancestors else []
 
 
 def _shared_segments() -> set[str]:

@@ -95,22 +95,18 @@ def partial_output(state: Any) -> Any:
     return state.make_request_output([], None, FinishReason.ABORT, None).outputs[0]
 
 
+_COUNTED = (
+    "groups", "tokens", "aborted_tokens", "decode_steps", "decode_s", "loads", "load_s",
+    "swaps", "swap_stall_s", "swap_stall_last_s", "swap_stall_max_s",
+)  # fmt: skip
+
+
 @dataclass(slots=True)
 class Counts:
     """Sums since the engine was created; replaces vLLM's own loggers, which take longer than a step of a small model."""
 
     concurrency: int
-    groups: float = 0.0
-    tokens: float = 0.0
-    aborted_tokens: float = 0.0
-    decode_steps: float = 0.0
-    decode_s: float = 0.0
-    loads: float = 0.0
-    load_s: float = 0.0
-    swaps: float = 0.0
-    swap_stall_s: float = 0.0
-    swap_stall_last_s: float = 0.0
-    swap_stall_max_s: float = 0.0
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTED, 0.0))
     _observed: float = 0.0
     _running: float = 0.0
     _cache: dict[str, float] = field(
@@ -135,19 +131,14 @@ class Counts:
 
     def loaded(self, load_s: float, *, stall_s: float | None) -> None:
         """Count a loaded version; `stall_s` is the time for which samples in flight waited, None without any."""
-        self.loads += 1
-        self.load_s += load_s
+        self.sums["loads"] += 1
+        self.sums["load_s"] += load_s
         if stall_s is not None:
-            self.swaps += 1
-            self.swap_stall_s += stall_s
-            self.swap_stall_last_s = stall_s
-            self.swap_stall_max_s = max(self.swap_stall_max_s, stall_s)
+            self.sums["swaps"] += 1
+            self.sums["swap_stall_s"] += stall_s
+            self.sums |= {"swap_stall_last_s": stall_s, "swap_stall_max_s": max(self.sums["swap_stall_max_s"], stall_s)}
 
     def all(self) -> dict[str, float]:
         """Return every metric by name: sums, the last and longest stall, mean `occupancy` (0 to 1) and the KV cache's values."""
-        names = (
-            "groups", "tokens", "aborted_tokens", "decode_steps", "decode_s", "loads", "load_s",
-            "swaps", "swap_stall_s", "swap_stall_last_s", "swap_stall_max_s",
-        )  # fmt: skip
         occupancy = self._running / self._observed / self.concurrency if self._observed else 0.0
-        return {name: float(getattr(self, name)) for name in names} | {"occupancy": occupancy} | self._cache
+        return self.sums | {"occupancy": occupancy} | self._cache
