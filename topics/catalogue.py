@@ -94,14 +94,9 @@ def control_topics_of(run: str) -> dict[str, TopicSpec]:
 
 
 def topics_of(
-    run: str,
-    *,
-    partitions: int,
-    weight_partitions: int = 3,
-    weight_segment_bytes: int = KEPT_SEGMENT_BYTES,
-    sample_segment_bytes: int | None = None,
-    turns: bool = False,
-) -> dict[str, TopicSpec]:
+    run: str, *, partitions: int, weight_partitions: int = 3, weight_segment_bytes: int = KEPT_SEGMENT_BYTES,
+    sample_segment_bytes: int | None = None, turns: bool = False,
+) -> dict[str, TopicSpec]:  # fmt: skip
     """Return Kafka name -> specification of all topics of a run. Raises `ValueError` for an invalid run id or count.
 
     `prompts`, `rollouts` and `groups`, and with `turns` `calls` and `replies`, have `partitions`: a group has the same partition number in

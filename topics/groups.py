@@ -213,21 +213,11 @@ def headers(group: Group, *, run: str, worker: str | None = None, sha256: str | 
     rollouts = [sample.rollout for sample in group.samples]
     rewards = group.rewards
     return Headers(
-        run=run,
-        schema=SCHEMA,
-        group=group.group,
-        policy_version_min=version_min(rollouts),
-        policy_version_max=max((rollout.version_max for rollout in rollouts), default=None),
-        outcome=group.outcome,
-        worker=worker,
-        part=0,
-        parts=1,
-        samples=len(group.samples),
-        no_reward=len(group.samples) - len(rewards) or None,
-        tokens=sum(len(generated(rollout)) for rollout in rollouts),
-        reward_mean=mean(rewards) if rewards else None,
-        sha256=sha256,
-    )
+        run=run, schema=SCHEMA, group=group.group, policy_version_min=version_min(rollouts),
+        policy_version_max=max((rollout.version_max for rollout in rollouts), default=None), outcome=group.outcome, worker=worker, part=0,
+        parts=1, samples=len(group.samples), no_reward=len(group.samples) - len(rewards) or None,
+        tokens=sum(len(generated(rollout)) for rollout in rollouts), reward_mean=mean(rewards) if rewards else None, sha256=sha256,
+    )  # fmt: skip
 
 
 def check(record: Record, *, run: str) -> Headers:

@@ -74,18 +74,9 @@ def unread(headers: Headers, *, samples: int, created_ns: int) -> Prompt:
     """Return a prompt from checked headers alone, to write its group's outcome if its payload must not be decoded."""
     assert headers.group is not None and headers.policy_version_min is not None
     return Prompt(
-        group=headers.group,
-        slot=0,
-        min_version=headers.policy_version_min,
-        samples_per_prompt=samples,
-        epoch=0,
-        row=0,
-        prompt="",
-        messages=None,
-        token_ids=np.empty(0, np.int32),
-        columns="{}",
-        created_ns=created_ns,
-    )
+        group=headers.group, slot=0, min_version=headers.policy_version_min, samples_per_prompt=samples, epoch=0, row=0, prompt="",
+        messages=None, token_ids=np.empty(0, np.int32), columns="{}", created_ns=created_ns,
+    )  # fmt: skip
 
 
 _FORMAT = Format(CODEC, decode, _facts, ("group", "policy-version-min"))

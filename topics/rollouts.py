@@ -29,17 +29,8 @@ UNLIMITED = Codec(SCHEMA, fields=[field for field in CODEC.schema if field.name 
 """Codec of samples from the full vocabulary, without `support`: their bytes equal those of earlier releases."""
 _REQUIRED = ("group", "policy-version-min", "policy-version-max")
 _FACTS = (
-    "schema",
-    "group",
-    "sample",
-    "policy_version_min",
-    "policy_version_max",
-    "outcome",
-    "worker",
-    "samples",
-    "tokens",
-    "sample_tokens",
-)
+    "schema", "group", "sample", "policy_version_min", "policy_version_max", "outcome", "worker", "samples", "tokens", "sample_tokens",
+)  # fmt: skip
 
 
 def batches(samples: Iterable[Rollout], *, max_samples: int = MAX_SAMPLES, max_bytes: int = MAX_BYTES) -> Iterator[list[Rollout]]:
@@ -87,19 +78,12 @@ def headers(*samples: Rollout, run: str, attempt: int | None = None) -> Headers:
     first, several = samples[0], len(samples) > 1
     finishes = {sample.finish for sample in samples}
     return Headers(
-        run=run,
-        schema=SEVERAL_SCHEMA if several else SCHEMA,
-        group=first.group,
-        sample=None if several else first.sample,
-        policy_version_min=min(sample.version_min for sample in samples),
-        policy_version_max=max(sample.version_max for sample in samples),
-        outcome=first.finish if len(finishes) == 1 else None,
-        worker=first.worker,
-        attempt=attempt,
-        samples=len(samples) if several else None,
-        tokens=sum(len(generated(sample)) for sample in samples),
+        run=run, schema=SEVERAL_SCHEMA if several else SCHEMA, group=first.group, sample=None if several else first.sample,
+        policy_version_min=min(sample.version_min for sample in samples), policy_version_max=max(sample.version_max for sample in samples),
+        outcome=first.finish if len(finishes) == 1 else None, worker=first.worker, attempt=attempt,
+        samples=len(samples) if several else None, tokens=sum(len(generated(sample)) for sample in samples),
         sample_tokens=tuple((sample.sample, len(generated(sample))) for sample in samples) if several else None,
-    )
+    )  # fmt: skip
 
 
 def tokens_of(claims: Headers) -> dict[int, int]:

@@ -149,15 +149,10 @@ class _Group:
         self, sample: int, ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], finish: Finish | None = None
     ) -> Completion:
         return Completion(
-            group=self.request.group,
-            sample=sample,
-            token_ids=ids,
-            logprobs=logprobs,
-            finish=finish or ("stop" if int(ids[-1]) in self.request.sampling.stop_ids else "length"),
-            spans=tuple(self.spans),
-            started_ns=self.started_ns,
-            ended_ns=time.time_ns(),
-        )
+            group=self.request.group, sample=sample, token_ids=ids, logprobs=logprobs,
+            finish=finish or ("stop" if int(ids[-1]) in self.request.sampling.stop_ids else "length"), spans=tuple(self.spans),
+            started_ns=self.started_ns, ended_ns=time.time_ns(),
+        )  # fmt: skip
 
 
 def _generate(request: GroupRequest, sample: int, base: int, vocabulary: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:

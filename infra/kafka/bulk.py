@@ -140,13 +140,9 @@ class BulkWriter(_Client):
     def append(self, record: Record) -> None:
         """Queue a record, ignoring its offset. Raises `LogError` once any record was refused."""
         self._produce(
-            record.topic,
-            partition=record.partition,
-            key=record.key,
-            value=record.value,
-            headers=list(record.headers),
+            record.topic, partition=record.partition, key=record.key, value=record.value, headers=list(record.headers),
             timestamp=record.timestamp_ms,
-        )
+        )  # fmt: skip
 
     def tombstone(self, topic: str, key: bytes) -> None:
         """Delete a key from a compacted topic of one partition."""
@@ -194,11 +190,6 @@ def _translated(what: str) -> Iterator[None]:
 
 def _record(message: Any) -> Record:
     return Record(
-        topic=message.topic(),
-        partition=message.partition(),
-        offset=message.offset(),
-        timestamp_ms=message.timestamp()[1],
-        key=message.key(),
-        headers=tuple(message.headers() or ()),
-        value=message.value() or b"",
-    )
+        topic=message.topic(), partition=message.partition(), offset=message.offset(), timestamp_ms=message.timestamp()[1],
+        key=message.key(), headers=tuple(message.headers() or ()), value=message.value() or b"",
+    )  # fmt: skip

@@ -114,11 +114,6 @@ def _hanging(partition: Partition, state: ProducerState, transaction: tuple[str,
         if described.producer_epoch - state.producer_epoch in (0, 1):
             committed = _DECIDED.get(described.state)
     return Hanging(
-        topic=partition[0],
-        partition=partition[1],
-        offset=state.current_transaction_start_offset,
-        producer_id=state.producer_id,
-        epoch=state.producer_epoch,
-        transactional_id=name,
-        committed=committed,
-    )
+        topic=partition[0], partition=partition[1], offset=state.current_transaction_start_offset, producer_id=state.producer_id,
+        epoch=state.producer_epoch, transactional_id=name, committed=committed,
+    )  # fmt: skip

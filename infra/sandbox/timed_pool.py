@@ -191,16 +191,9 @@ class ChildPool(Generic[Key]):
     """
 
     def __init__(
-        self,
-        target: str,
-        *,
-        size: int,
-        timeout_s: float,
-        retries: int = 1,
-        init: object = None,
-        start_timeout_s: float = 180.0,
+        self, target: str, *, size: int, timeout_s: float, retries: int = 1, init: object = None, start_timeout_s: float = 180.0,
         rules: ChildRules = REWARD,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if size < 1 or timeout_s <= 0 or retries < 0:
             raise ValueError(f"expected size >= 1, timeout_s > 0 and retries >= 0, got {size}, {timeout_s} and {retries}")
         self._target, self._timeout_s, self._retries, self._start_timeout_s = target, timeout_s, retries, start_timeout_s

@@ -324,16 +324,9 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def token_logprobs(
-    states: torch.Tensor,
-    *,
-    head: Head | None,
-    temperatures: torch.Tensor,
-    row: torch.Tensor,
-    target: torch.Tensor,
-    entropy: bool = False,
-    support: torch.Tensor | None = None,
-    fused: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    states: torch.Tensor, *, head: Head | None, temperatures: torch.Tensor, row: torch.Tensor, target: torch.Tensor, entropy: bool = False,
+    support: torch.Tensor | None = None, fused: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Return ([M] logprobs in float32 or wider, [M] entropies or None), both with gradient.
 
     `states` [U, hidden] pass through `head`; without a head they are logits [U, V].

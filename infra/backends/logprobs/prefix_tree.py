@@ -256,15 +256,9 @@ def tree_inputs(tree: PrefixTree) -> dict[str, Any]:
 
 
 def tree_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    *,
-    prefix_tree: PrefixTree | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, *,
+    prefix_tree: PrefixTree | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Return [1, T, heads, dim] from [1, heads, T, dim]; the mask is a line's, one row's [1, 1, W, W], or None for causal attention."""
     if isinstance(attention_mask, BlockMask):
         return line_attention(query, key, value, attention_mask, scaling=kwargs.get("scaling")), None

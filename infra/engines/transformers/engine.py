@@ -220,16 +220,10 @@ class _Group:
 
     def _completion(self, row: int, finish: Finish, *, version: int) -> Completion:
         return Completion(
-            group=self.request.group,
-            sample=row,
-            token_ids=self.ids[row, : self.steps].copy(),
-            logprobs=self.logprobs[row, : self.steps].copy(),
-            finish=finish,
-            spans=(Span(version, 0),),
-            started_ns=self.started_ns,
-            ended_ns=time.time_ns(),
-            support=self.support[row, : self.steps].copy() if self.request.sampling.limited else None,
-        )
+            group=self.request.group, sample=row, token_ids=self.ids[row, : self.steps].copy(),
+            logprobs=self.logprobs[row, : self.steps].copy(), finish=finish, spans=(Span(version, 0),), started_ns=self.started_ns,
+            ended_ns=time.time_ns(), support=self.support[row, : self.steps].copy() if self.request.sampling.limited else None,
+        )  # fmt: skip
 
 
 class Texts:

@@ -80,14 +80,9 @@ def poll_once(consumer: Any, timeout_s: float, max_records: int) -> list[Record]
 def _record(record: Any) -> Record:
     """Convert a record of the client library; nulls become empty, except the key."""
     return Record(
-        topic=record.topic,
-        partition=record.partition,
-        offset=record.offset,
-        timestamp_ms=record.timestamp,
-        key=record.key,
-        headers=tuple((name, value or b"") for name, value in record.headers),
-        value=record.value or b"",
-    )
+        topic=record.topic, partition=record.partition, offset=record.offset, timestamp_ms=record.timestamp, key=record.key,
+        headers=tuple((name, value or b"") for name, value in record.headers), value=record.value or b"",
+    )  # fmt: skip
 
 
 def position(consumer: Any, topic_partition: Any) -> int | None:
