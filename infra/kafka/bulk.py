@@ -27,8 +27,7 @@ POLL_S = 0.02
 class _Client:
     """Base of bulk clients: stores why a connection failed, which librdkafka reports only to its error callback, for later errors."""
 
-    def __init__(self) -> None:
-        self._problem: str | None = None
+    _problem: str | None = None
 
     def _note(self, error: KafkaError) -> None:
         self._problem = str(error.str())
@@ -38,7 +37,6 @@ class BulkReader(_Client):
     """Reads one partition after another; for one thread."""
 
     def __init__(self, connection: Connection, read_dead_letters: ReadDeadLetters | None = None) -> None:
-        super().__init__()
         self._read_dead_letters = read_dead_letters
         settings = {
             **librdkafka(connection),
@@ -132,7 +130,6 @@ class BulkWriter(_Client):
     """Appends records with their timestamps, in order; for one thread."""
 
     def __init__(self, connection: Connection) -> None:
-        super().__init__()
         self._failure: str | None = None
         with _translated(f"{connection.bootstrap} cannot be written to"):
             self._producer = Producer({**writing(connection), "error_cb": self._note})

@@ -361,8 +361,7 @@ class _Listener(ConsumerRebalanceListener):
     def on_partitions_revoked(self, revoked: Any) -> None:
         self._member.on_revoked(self._consumer)
 
-    def on_partitions_lost(self, lost: Any) -> None:
-        self._member.on_revoked(self._consumer)
+    on_partitions_lost = on_partitions_revoked
 
 
 class PoolAssignor(AbstractPartitionAssignor):  # type: ignore[misc]

@@ -45,11 +45,6 @@ class Contact:
             starts = [since for wait in self._waits if (since := wait.since) is not None]
         return max(0.0, time.monotonic() - max(self._last_response, min(starts))) if starts else 0.0
 
-    def join(self, wait: "Wait") -> None:
-        """Include a client's waiting time in `silent_s`."""
-        with self._lock:
-            self._waits.add(wait)
-
     def responded(self) -> None:
         """Record that a broker has just responded to one of the clients."""
         self._last_response = time.monotonic()
@@ -110,7 +105,8 @@ class Wait:
     def __init__(self, contact: Contact) -> None:
         self._contact = contact
         self.since: float | None = None
-        contact.join(self)
+        with contact._lock:
+            contact._waits.add(self)
 
     @property
     def seconds(self) -> float:

@@ -36,17 +36,12 @@ def send(kafka: Any, outgoing: Outgoing) -> Any:
 class KafkaPending:
     """A sent record; `offset` waits for its acknowledgement."""
 
-    __slots__ = ("_future", "_owner", "_size", "_what")
+    __slots__ = ("_future", "_what")
 
     def __init__(self, future: Any, owner: "KafkaProducerOfRecords", size: int, what: str) -> None:
-        self._future, self._owner, self._size, self._what = future, owner, size, what
-        future._add_cb_eb(self._written, self._lost)
-
-    def _written(self, _: Any) -> None:
-        self._owner._settle(self._size, None)
-
-    def _lost(self, error: BaseException) -> None:
-        self._owner._settle(self._size, edge.translate(error, f"cannot write to {self._what}"))
+        self._future, self._what = future, what
+        lost = f"cannot write to {what}"
+        future._add_cb_eb(lambda _: owner._settle(size, None), lambda error: owner._settle(size, edge.translate(error, lost)))
 
     def offset(self, timeout_s: float | None = None) -> int:
         """Return the offset; None waits as long as the producer. Raises `SendFailed`, `OutcomeUnknown`, or `LogError` after `timeout_s`."""
@@ -271,12 +266,12 @@ class KafkaTransactions:
         if not visible:
             raise SendFailed(f"the transaction of {self._id} wrote nothing: the broker aborted it") from error
 
-    def _drop(self) -> None:
-        """Discard the producer without waiting, but remember its id and epoch for the next one."""
+    def _drop(self, timeout_s: float = 0.0) -> None:
+        """Close the producer within `timeout_s`, but remember its id and epoch for the next one."""
         kafka, self._kafka = self._kafka, None
         self._identity = private_api.producer_identity(kafka)
         self._costs.unwatch(private_api.io_thread(kafka))
-        private_api.close_producer(kafka, 0)
+        private_api.close_producer(kafka, timeout_s)
 
     def _take_over(self, deadline: float) -> None:
         """Take the transactional id from its current owner, and write the claim under the new epoch before anything else.
@@ -334,7 +329,6 @@ class KafkaTransactions:
         A broker that crashes between raising the epoch and responding leaves us with the old one, also after its restart.
         """
         if self._claim is None or self._identity is None:
-            self._fenced = True
             raise self._refusal() from error
         self._require_own_claim()
         self._identity = type(self._identity)(*self._admin.holder(self._id))
@@ -345,16 +339,15 @@ class KafkaTransactions:
         if claim is None or self._identity is None:
             return
         if self._newest(claim.topic, claim.partition, claim.key) != bytes(claim.value):
-            self._fenced = True
             raise self._refusal()
 
     def _refusal(self) -> Fenced:
+        """Return the error to raise because another process has taken the id; from now on every transaction raises it."""
+        self._fenced = True
         self._contact.counts["fenced"] += 1
         return Fenced(f"another process now writes with the transactional id {self._id}: this process must stop")
 
     def close(self, timeout_s: float = 3.0) -> None:
         """Stop the writer; wait at most `timeout_s`."""
         if self._kafka is not None:
-            kafka, self._kafka = self._kafka, None
-            self._costs.unwatch(private_api.io_thread(kafka))
-            private_api.close_producer(kafka, timeout_s)
+            self._drop(timeout_s)

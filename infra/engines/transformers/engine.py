@@ -63,9 +63,7 @@ class TransformersEngine:
     def idle(self) -> bool:
         return not self.pending
 
-    @property
-    def has_room(self) -> bool:
-        return not self.pending
+    has_room = idle
 
     def submit(self, request: GroupRequest) -> None:
         ids, longest = request.prompt_ids, len(request.prompt_ids) + request.sampling.max_new_tokens

@@ -147,14 +147,9 @@ def engine_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any
         raise EngineRefused(fault)
     if not settings.engine_process:
         # In one process vLLM pauses at once, during an asynchronous step, whose tokens would get the wrong version.
-        if user.get("async_scheduling"):
-            raise EngineRefused(
-                "rollout.vllm.async_scheduling: the engine must run in a separate process; set rollout.engine_process = true"
-            )
-        if user.get("pipeline_parallel_size", 1) > 1:
-            raise EngineRefused(
-                "rollout.vllm.pipeline_parallel_size: the engine must run in a separate process; set rollout.engine_process = true"
-            )
+        used = {"async_scheduling": user.get("async_scheduling"), "pipeline_parallel_size": user.get("pipeline_parallel_size", 1) > 1}
+        if name := next((name for name, value in used.items() if value), None):
+            raise EngineRefused(f"rollout.vllm.{name}: the engine must run in a separate process; set rollout.engine_process = true")
     if "mtp" in str((user.get("speculative_config") or {}).get("method")):
         raise EngineRefused(
             "rollout.vllm.speculative_config: multi-token prediction heads are not trained and would stay at version 0; remove the key"
