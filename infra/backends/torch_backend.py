@@ -108,6 +108,7 @@ class LocalModel:
 
     @strict_or_error()
     def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
+        """Add the gradient of a micro-batch's loss sum; return `loss_sum`, counts of tokens, and the statistics of `loss_fn`."""
         passed, counts = self.run_forward(batch)
         inputs = {"entropies": passed.entropies} if self.settings.entropy_bonus else {}
         inputs |= {} if passed.values is None else {"values": passed.values}
@@ -156,6 +157,7 @@ class LocalModel:
         return self.copies.copy(self.model.named_parameters()) if self.adapters is None else self.adapters.apart().merged()
 
     def load_weights(self, tensors: Iterable[TensorBytes]) -> None:
+        """Replace all weights, or none on an error; with adapters, these are the base weights and adapters add nothing."""
         self.copies.wait()
         if self.adapters is None:
             copy_into(self.model, tensors)
@@ -171,6 +173,7 @@ class LocalModel:
             self.adapters.save(target / FOLDER, base=self.settings.model_path)
 
     def fingerprint(self) -> dict[str, str | int]:
+        """Return versions, device, threads and settings on which the last bits of the results depend."""
         on_gpu = self.device.type == "cuda"
         return {
             "backend": self.name,
@@ -309,6 +312,7 @@ class TorchBackend(LocalModel):
 
     @torch.no_grad()
     def step(self, *, denominator: float) -> StepResult:
+        """Divide the gradient sum by `denominator`, clip it and update the weights. Raises `BackendError`, `Diverged`."""
         if not self.has_gradient:
             raise BackendError("an optimizer step needs at least one backward pass, and there was none since the last step")
         self._add_up_ranks()

@@ -75,6 +75,7 @@ class ToyEngine:
         return ended
 
     def abort(self, group: int) -> list[Completion]:
+        """Abort a group; return its unfinished requested samples with their tokens so far and finish "abort"."""
         aborted = [running for running in self._running if running.request.group == group]
         aborted += [self._start(request) for number, _, request in self._waiting if number == group]
         self._waiting = [entry for entry in self._waiting if entry[0] != group]

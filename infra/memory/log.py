@@ -142,6 +142,7 @@ class MemoryLog:
                 self._state.rebalance(self._state.group(group))
 
     def create_topics(self, specs: Mapping[str, TopicSpec], *, copies: Copies = FOLLOWING) -> list[str]:
+        """Create the missing topics. Raises `LogError` if an existing one has other partitions or settings."""
         with self._state.change:
             for name, spec in specs.items():
                 existing, _ = self._state.topics.get(name, (spec, []))
@@ -171,6 +172,7 @@ class MemoryLog:
             return {partition: self._state.part(partition).start for partition in partitions}
 
     def offsets_at(self, partitions: Iterable[Partition], time_ms: int) -> dict[Partition, int]:
+        """Return partition -> offset of the first record at or after this time, the end offset if there is none."""
         with self._state.change:
             parts = {partition: self._state.part(partition) for partition in partitions}
             return {
@@ -191,6 +193,7 @@ class MemoryLog:
             return {partition: part.stable_end if committed else part.end for partition, part in parts.items()}
 
     def read(self, topic: str, partition: int, offsets: Sequence[int], *, timeout_s: float = 60.0) -> list[Record]:
+        """Return the committed records at exactly these offsets, in this order. Raises `RecordMissing`, or `LogError` after `timeout_s`."""
         where = f"{topic}/{partition}"
         with self._state.change:
             part = self._state.part((topic, partition))

@@ -196,6 +196,7 @@ class MemoryTail:
         self.add(starts)
 
     def add(self, partitions: Mapping[Partition, Start]) -> None:
+        """Read further partitions; one that is already read continues at the new start."""
         with self._state.change:
             for partition, start in partitions.items():
                 part = self._state.part(partition)
@@ -313,6 +314,7 @@ class MemoryMember:
         return bool(events)
 
     def commit(self, offsets: Commits) -> bool:
+        """Commit offsets for the group; return False and commit none if a partition is not owned now."""
         check_commits(offsets)
         with self._state.change:
             current = self._membership is not None and self._membership.generation == self._group.generation

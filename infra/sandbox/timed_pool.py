@@ -280,6 +280,7 @@ class ChildPool(Generic[Key]):
         return [call for child in self._children for call in child.calls.values()]
 
     def _start(self) -> None:
+        """Start a child and send it `init`."""
         child: _Child[Key] = _Child(self._target, self._rules, deadline=time.monotonic() + self._start_timeout_s)
         self._children.append(child)
         self._selector.register(child.stdout, selectors.EVENT_READ, child)
@@ -387,6 +388,7 @@ class ChildPool(Generic[Key]):
             self._ended.append(Failed(key=call.key, reason=reason))
 
     def _end(self, child: _Child[Key], *, orderly: bool = False) -> None:
+        """End a child and stop watching its pipes; its calls are not touched."""
         self._children.remove(child)
         for descriptor in (child.stdin, child.stdout):
             with contextlib.suppress(KeyError):

@@ -89,6 +89,7 @@ class Binaries(Column):
         return [_offsets(values), pa.py_buffer(values[0] if len(values) == 1 else b"".join(values))], []
 
     def _values(self, array: pa.Array, path: str) -> Sequence[Any]:
+        """Return views of the array's bytes, without a copy."""
         if not len(array):
             return []  # its buffers may be absent
         _, offsets, data = array.buffers()
@@ -158,6 +159,7 @@ class Arrays(Lists):
         self.dtype = _ARRAYS[self.item.type]
 
     def _joined(self, values: Sequence[Any]) -> pa.Array:
+        """Return the elements of all lists as one array, in which NaN becomes null if nulls are allowed."""
         arrays = [np.asarray(value, self.dtype) for value in values]
         joined: NDArray[Any] = np.ascontiguousarray(arrays[0]) if len(arrays) == 1 else np.concatenate([np.empty(0, self.dtype), *arrays])
         missing = np.isnan(joined) if self.item.nullable else np.empty(0, np.bool_)

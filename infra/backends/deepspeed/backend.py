@@ -232,6 +232,7 @@ class DeepSpeedBackend(LocalModel):
         self.engine.backward(loss)
 
     def step(self, *, denominator: float) -> StepResult:
+        """Divide the gradient sum by `denominator`, clip it and update the weights. Raises `BackendError`, `Diverged`."""
         if not self.has_gradient:
             raise BackendError("an optimizer step needs at least one backward pass, and there was none since the last step")
         # DeepSpeed averages over the processes. Scaling the loss instead would change the rounding of the backward pass.

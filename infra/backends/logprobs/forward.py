@@ -268,6 +268,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, states: torch.Tensor, weight: Any, bias: Any, scale: torch.Tensor, row: torch.Tensor, target: torch.Tensor,
         entropy: bool, fused: bool, in_float32: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Return ([M] logprobs, [U] entropies or an empty tensor); saves the logits only if they are a single piece."""
         normaliser, logprobs = torch.empty_like(scale), torch.empty(len(row), dtype=scale.dtype, device=scale.device)
         entropies = torch.zeros_like(scale) if entropy else scale.new_zeros(0)
         ctx.pieces = _pieces(row, rows=len(states), vocabulary=states.shape[1] if weight is None else weight.shape[0])
@@ -288,6 +289,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None, grad_entropies: torch.Tensor | None) -> tuple[Any, ...]:
+        """Return the gradients of states, weight and bias; None for the other arguments."""
         states, weight, bias, scale, row, target, normaliser, entropies, saved = ctx.saved_tensors
         grad = scale.new_zeros(len(row)) if grad is None else grad
         grad_states = torch.empty_like(states)

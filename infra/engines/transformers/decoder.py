@@ -53,6 +53,7 @@ class PlainDecoder:
         self._cache: Any = None
 
     def prefill(self, prompt: torch.Tensor, *, rows: int, room: int) -> torch.Tensor:
+        """Process the prompt once, or once per row if its cache cannot be repeated; return logits `[rows, V]` of the first new token."""
         self._cache = DynamicCache(config=self._model.config)
         once = all(isinstance(layer, DynamicLayer) for layer in self._cache.layers)
         logits = self._forward(prompt.unsqueeze(0).expand(1 if once else rows, -1))
@@ -128,6 +129,7 @@ class _Step:
         self._used = used
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """Append one token per row, `int64[rows]`; return logits `[rows, V]` of the token after it, valid until the next call."""
         self._ids.copy_(ids.unsqueeze(1))
         self._position.fill_(self._used)
         self._mask[..., self._used] = 0

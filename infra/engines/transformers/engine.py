@@ -66,6 +66,7 @@ class TransformersEngine:
     has_room = idle
 
     def submit(self, request: GroupRequest) -> None:
+        """Queue a group. Raises `EngineError` for a prompt that is too long or has ids outside the model's vocabulary."""
         ids, longest = request.prompt_ids, len(request.prompt_ids) + request.sampling.max_new_tokens
         if self._positions is not None and longest > self._positions:
             raise EngineError(
@@ -103,6 +104,7 @@ class TransformersEngine:
         return ended
 
     def abort(self, group: int) -> list[Completion]:
+        """Abort a group; return its unfinished requested samples with their tokens so far and finish "abort"."""
         requests = [entry[2] for entry in self._waiting if entry[0] == group]
         self._waiting = [entry for entry in self._waiting if entry[0] != group]
         heapq.heapify(self._waiting)
@@ -120,6 +122,7 @@ class TransformersEngine:
         return sorted(groups, key=lambda progress: progress.group)
 
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
+        """Replace all weights, or none and raise `EngineError`; only while no group is in flight."""
         if not self.idle:
             raise EngineError(f"cannot load weights version {version}: {self.pending} groups are in flight; load weights between groups")
         started = time.perf_counter()
@@ -179,6 +182,7 @@ class _Group:
 
     @classmethod
     def of(cls, request: GroupRequest, *, device: torch.device, ends: Ends | None) -> "_Group":
+        """Return the group of a request before its first token, with the random numbers of all its rows."""
         rows, longest = request.rows, request.sampling.max_new_tokens
         numbers = [uniforms(seed=request.seed, group=request.random_group, sample=sample, count=longest) for sample in range(rows)]
         return cls(

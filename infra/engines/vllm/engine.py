@@ -96,6 +96,7 @@ class VllmEngine:
         return len(self._rows) + sum(len(group.waiting) for *_, group in self._waiting) < self._concurrency
 
     def submit(self, request: GroupRequest) -> None:
+        """Queue a group. Raises `EngineError` for a prompt that is too long or has ids outside the model's vocabulary."""
         ids, longest = request.prompt_ids, len(request.prompt_ids) + request.sampling.max_new_tokens
         if longest > self._longest:
             raise EngineError(
@@ -127,6 +128,7 @@ class VllmEngine:
         return [self._finished(output) for output in outputs if output.finished]
 
     def abort(self, group: int) -> list[Completion]:
+        """Abort a group; return its unfinished requested samples with their tokens so far and finish "abort"."""
         self._usable()
         ending = [member for member in self._groups if member.request.group == group]
         if not ending:
@@ -148,6 +150,7 @@ class VllmEngine:
         return sorted(aborted, key=lambda completion: completion.sample)
 
     def groups_in_flight(self) -> list[GroupInFlight]:
+        """Return tokens and oldest policy version of each group in flight, lowest group number first."""
         states = self._llm.output_processor.request_states
         tokens = {id(group): group.tokens for group in self._groups}
         oldest = {id(group): group.oldest for group in self._groups}
@@ -162,6 +165,7 @@ class VllmEngine:
         return sorted(groups, key=lambda progress: progress.group)
 
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
+        """Load all tensors, also while samples are in flight, which continue under them; after an error the engine is unusable."""
         self._usable()
         started = time.perf_counter()
         weights = check_tensors(tensors, self._shapes, version=version)
@@ -199,6 +203,7 @@ class VllmEngine:
         return self._counts.all()
 
     def close(self) -> None:
+        """End vLLM and its processes; every later call raises `EngineError`."""
         with contextlib.suppress(Exception):  # it may have exited
             self._llm.engine_core.shutdown()
         self._broken = self._broken or "this engine is closed"
@@ -301,6 +306,7 @@ class VllmEngine:
         )  # fmt: skip
 
     def _empty(self, group: "Group", sample: int) -> Completion:
+        """Return an aborted sample that was never started."""
         now = time.time_ns()
         return Completion(
             group=group.request.group, sample=sample, token_ids=np.zeros(0, dtype=np.int32), logprobs=np.zeros(0, dtype=np.float32),
