@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 from kafka import TopicPartition
@@ -48,15 +48,13 @@ def first_readable(log: Log, tail_from: Callable[[int], Tail], partition: Partit
 
 def _readable(log: Log, tail_from: Callable[[int], Tail], partition: Partition, offset: int) -> bool:
     """True unless reading from `offset` stops at once at a damaged batch."""
-    tail = tail_from(offset)
-    end = log.end_offsets([partition])[partition]
-    try:
-        while tail.position(partition) < end and not tail.poll(1.0, max_records=1):
-            pass
-    except Damaged:
-        return tail.position(partition) > offset  # the damage is after it
-    finally:
-        tail.close()
+    with closing(tail_from(offset)) as tail:
+        end = log.end_offsets([partition])[partition]
+        try:
+            while tail.position(partition) < end and not tail.poll(1.0, max_records=1):
+                pass
+        except Damaged:
+            return tail.position(partition) > offset  # the damage is after it
     return True
 
 

@@ -17,13 +17,8 @@ from penstock.infra.log import TRANSACTION_S, Partition
 PATIENCE_S = TRANSACTION_S + 5.0
 """An active transaction ends within `TRANSACTION_S`, and the last stable offset moves past it."""
 _ENDING = (TransactionState.PREPARE_COMMIT, TransactionState.PREPARE_ABORT, TransactionState.PREPARE_EPOCH_FENCE)
-_DECIDED = {
-    TransactionState.PREPARE_COMMIT: True,
-    TransactionState.COMPLETE_COMMIT: True,
-    TransactionState.PREPARE_ABORT: False,
-    TransactionState.PREPARE_EPOCH_FENCE: False,
-    TransactionState.COMPLETE_ABORT: False,
-}
+_COMMITTED = (TransactionState.PREPARE_COMMIT, TransactionState.COMPLETE_COMMIT)
+_ABORTED = (TransactionState.PREPARE_ABORT, TransactionState.PREPARE_EPOCH_FENCE, TransactionState.COMPLETE_ABORT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +107,7 @@ def _hanging(partition: Partition, state: ProducerState, transaction: tuple[str,
             return None
         # Since Kafka 4.0 the end of a transaction raises the epoch by one; a larger difference means another transaction.
         if described.producer_epoch - state.producer_epoch in (0, 1):
-            committed = _DECIDED.get(described.state)
+            committed = True if described.state in _COMMITTED else False if described.state in _ABORTED else None
     return Hanging(
         topic=partition[0], partition=partition[1], offset=state.current_transaction_start_offset, producer_id=state.producer_id,
         epoch=state.producer_epoch, transactional_id=name, committed=committed,

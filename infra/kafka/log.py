@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 from weakref import WeakSet
 
@@ -101,11 +102,8 @@ class KafkaLog(Admin):
         """Return the records of a dead-letter topic, for a reader that has met an unreadable record; none if the topic is missing."""
         if self.partitions(topic) is None:
             return []
-        tail = KafkaTail(self, {(topic, 0): "earliest"}, group=None)  # it stops at damage: it must not read its own topic for it
-        try:
+        with closing(KafkaTail(self, {(topic, 0): "earliest"}, group=None)) as tail:  # one that does not read this topic at damage
             return tail.read_to_end()
-        finally:
-            tail.close()
 
     def first_readable(self, partition: Partition, offset: int) -> int:
         """Return the first offset from `offset` on that is not damaged; `offset` itself if it can be read."""
@@ -113,11 +111,8 @@ class KafkaLog(Admin):
 
     def _newest(self, topic: str, partition: int, key: bytes | None) -> bytes | None:
         """Return the value of the newest record with this key among all written before the call; None if there is none."""
-        tail = self.tail({(topic, partition): "earliest"})
-        try:
+        with closing(self.tail({(topic, partition): "earliest"})) as tail:
             return next((record.value for record in reversed(tail.read_to_end(include_open=True)) if record.key == key), None)
-        finally:
-            tail.close()
 
     def _patience_s(self, give_up_s: float | None) -> float:
         return min(self.contact.give_up_s if give_up_s is None else give_up_s, _LONGEST_S)

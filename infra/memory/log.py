@@ -88,11 +88,7 @@ class MemoryTransactions:
                 raise Fenced(f"another process now writes with the transactional id {self._id}: this process must stop")
             self._settle()
             group = self._state.group(member.group) if offsets and member is not None else None
-            if (
-                group is not None
-                and member is not None
-                and (group.generation, True) != (member.generation, member.member_id in group.members)
-            ):
+            if group and member and (group.generation != member.generation or member.member_id not in group.members):
                 raise LostPartition(f"the transaction of {self._id} wrote nothing: the consumer group has moved on to another generation")
             try:
                 transaction = Transaction(self._state, records)

@@ -42,15 +42,10 @@ class Part:
         offset, self.end = self.end, self.end + 1
         self.records.append(
             Record(
-                topic=outgoing.topic,
-                partition=outgoing.partition,
-                offset=offset,
-                timestamp_ms=int(time.time() * 1000),
-                key=outgoing.key,
-                headers=tuple(outgoing.headers),
-                value=bytes(outgoing.value),
+                topic=outgoing.topic, partition=outgoing.partition, offset=offset, timestamp_ms=int(time.time() * 1000),
+                key=outgoing.key, headers=tuple(outgoing.headers), value=bytes(outgoing.value),
             )
-        )
+        )  # fmt: skip
         return offset
 
     def between(self, first: int, end: int, count: int) -> list[Record]:

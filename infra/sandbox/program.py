@@ -37,15 +37,10 @@ class Program:
         lifeline = Lifeline()
         with lifeline.theirs as theirs:
             process = await asyncio.create_subprocess_exec(
-                *keeper_of(argv, rules, lifeline),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                cwd=folder,
+                *keeper_of(argv, rules, lifeline), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),), start_new_session=True, cwd=folder,
                 env={**child_environment(os.environ, rules.pass_env), **environment},
-            )
+            )  # fmt: skip
         return cls(process, lifeline, stdin)
 
     async def wait(self) -> int:

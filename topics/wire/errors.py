@@ -3,18 +3,9 @@
 from typing import Literal, get_args
 
 Kind = Literal[
-    "missing-header",
-    "bad-header",
-    "foreign-run",
-    "schema-version",
-    "checksum",
-    "undecodable",
-    "mismatch",
-    "orphan",
-    "poison",
-    "reward-failed",
-    "environment-failed",
-]
+    "missing-header", "bad-header", "foreign-run", "schema-version", "checksum", "undecodable", "mismatch", "orphan", "poison",
+    "reward-failed", "environment-failed",
+]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
