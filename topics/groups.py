@@ -3,6 +3,7 @@
 A group above the size limit is split into parts. Each part repeats the fields of the group; a group that lacks a part is ignored."""
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -93,7 +94,7 @@ CODEC = Codec(SCHEMA, fields=(*_FIELDS[:_SPLIT], column("part", pa.int64()), col
 _FIXED_BYTES = len(CODEC.schema.serialize()) + 8192
 
 
-def _codec(*, timed: bool, limited: bool, noted: bool) -> Codec:
+def _codec(timed: bool, limited: bool, noted: bool) -> Codec:
     """Return the codec of a group record without the nullable columns that it does not use: reward times, sampling support, notes."""
     omitted = {"reward_ns": not timed, "support": not limited, **dict.fromkeys(_NOTED, not noted)}
     sample = pa.struct([
@@ -105,12 +106,7 @@ def _codec(*, timed: bool, limited: bool, noted: bool) -> Codec:
     return Codec(SCHEMA, fields=[column("samples", list_of(sample)) if field.name == "samples" else field for field in fields])
 
 
-_CODECS = {
-    (timed, limited, noted): _codec(timed=timed, limited=limited, noted=noted)
-    for timed in (False, True)
-    for limited in (False, True)
-    for noted in (False, True)
-}
+_CODECS = {used: _codec(*used) for used in itertools.product((False, True), repeat=3)}
 """Key: the group has reward times, a support, and samples without rewards or with logged values. So a record of an earlier release is
 encoded to the same bytes."""
 

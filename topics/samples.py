@@ -4,7 +4,6 @@ Logprobs are of the distribution that was sampled from; for tokens the policy di
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -178,11 +177,7 @@ def _trajectory_flaw(rollout: Rollout, tokens: int) -> str | None:
     """Return the first inconsistency of a trajectory's segments and turns; None if there is none."""
     if rollout.segments is not None:
         ends = [0, *(end for _, end, _ in rollout.segments)]
-        if (
-            [start for start, _, _ in rollout.segments] != ends[:-1]
-            or ends[-1] != tokens
-            or any(low > high for low, high in pairwise(ends))
-        ):
+        if [start for start, _, _ in rollout.segments] != ends[:-1] or ends[-1] != tokens or ends != sorted(ends):
             return f"segments {rollout.segments[:4]} are not a partition of {tokens} tokens"
         if not all(0 <= prompt <= end - start for start, end, prompt in rollout.segments):
             return f"one of the segments {rollout.segments[:4]} has a prompt longer than the segment"

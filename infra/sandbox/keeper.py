@@ -89,7 +89,7 @@ SWEEP_EVERY_S = (0.02, 5.0)
 """Time between two sweeps: doubles from the first to the second."""
 STUCK_S = 25.0
 """Processes that SIGKILL has not ended after this time, with no new ones, are left: another user's, or one that waits for a device."""
-PAGE = os.sysconf("SC_PAGE_SIZE")
+PAGE, RESIDENT = os.sysconf("SC_PAGE_SIZE"), 1
 
 
 class ProcessTree:
@@ -176,8 +176,8 @@ class ProcessTree:
 def memory_gb(pids: Iterable[int], most_gb: float) -> float:
     """Return the memory of these processes in GB; if it exceeds `most_gb`, counted again with shared pages divided (slow)."""
     pids = list(pids)
-    used_gb = _sum_gb(_resident, pids)
-    return used_gb if used_gb <= most_gb else _sum_gb(_proportional, pids)
+    used_gb = sum(statm_bytes(pid, RESIDENT) for pid in pids) / 1e9
+    return used_gb if used_gb <= most_gb else sum(map(_proportional, pids)) / 1e9
 
 
 def _may_signal(pid: int, number: signal.Signals) -> bool:
@@ -187,10 +187,6 @@ def _may_signal(pid: int, number: signal.Signals) -> bool:
     except OSError as error:
         return not isinstance(error, PermissionError)
     return True
-
-
-def _sum_gb(measure: Callable[[int], int], pids: list[int]) -> float:
-    return sum(map(measure, pids)) / 1e9
 
 
 def _stat(pid: str) -> list[bytes]:
@@ -203,17 +199,12 @@ def _stat(pid: str) -> list[bytes]:
 
 
 def statm_bytes(pid: int, field: int) -> int:
-    """Return a field of /proc/PID/statm in bytes: 0 mapped, 1 resident, 5 data and stack; 0 if it cannot be read."""
+    """Return a field of /proc/PID/statm in bytes: 0 mapped, `RESIDENT`, 5 data and stack; 0 if it cannot be read."""
     try:
         with open(f"/proc/{pid}/statm", "rb", buffering=0) as file:
             return int(file.read(256).split()[field]) * PAGE
     except OSError:
         return 0
-
-
-def _resident(pid: int) -> int:
-    """Return the resident bytes of a process; a shared page counts fully in each process."""
-    return statm_bytes(pid, 1)
 
 
 def _proportional(pid: int) -> int:
@@ -222,7 +213,7 @@ def _proportional(pid: int) -> int:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith(b"Pss:"))
     except (OSError, StopIteration):
-        return _resident(pid)
+        return statm_bytes(pid, RESIDENT)
 
 
 PR_SET_CHILD_SUBREAPER = 36

@@ -51,16 +51,15 @@ def whole(value: float | None) -> int | None:
 def json_object(text: str, column: str) -> dict[str, Any]:
     """Parse a column that has to be a JSON object; return it. Raises `Unusable` for other JSON or text."""
     value = _json(text, column)
-    if not isinstance(value, dict):
-        raise Unusable(f"{column} is JSON of {type(value).__name__}, expected an object", kind="undecodable")
+    require(isinstance(value, dict), f"{column} is JSON of {type(value).__name__}, expected an object")
     return value
 
 
 def json_objects(text: str, column: str) -> list[dict[str, Any]]:
     """Parse a column that has to be a JSON list of objects; return it. Raises `Unusable` for other JSON or text."""
     value = _json(text, column)
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise Unusable(f"{column} is JSON of {type(value).__name__}, expected a list of objects", kind="undecodable")
+    valid = isinstance(value, list) and all(isinstance(item, dict) for item in value)
+    require(valid, f"{column} is JSON of {type(value).__name__}, expected a list of objects")
     return value
 
 

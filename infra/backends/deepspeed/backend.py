@@ -125,8 +125,8 @@ def load_shards(engine: Any, directory: Path) -> Mapping[str, Any]:
     The optimizer keeps the settings of the current run. Raises `BackendError` if there is no state or it is of another model.
     """
     shards, optimizer = Shards(directory), engine.optimizer
-    names = {name: getattr(parameter, "ds_numel", parameter.numel()) for name, parameter in _trained_of(engine)}
-    if any(shards.size(name) != count for name, count in names.items()):
+    trained = {name: parameter for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
+    if any(shards.size(name) != getattr(parameter, "ds_numel", parameter.numel()) for name, parameter in trained.items()):
         raise BackendError(f"{directory} was saved for a model with other parameters: set model.path to that model, or start a new run")
     partitioned = engine.zero_optimization_partition_weights()
     for master, pieces in _partitioned(optimizer) if partitioned else _whole(optimizer):
@@ -142,10 +142,6 @@ def load_shards(engine: Any, directory: Path) -> Mapping[str, Any]:
     else:
         engine.module.load_state_dict(shards.common["module"])
     return shards.common
-
-
-def _trained_of(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, parameter) for name, parameter in engine.module.named_parameters() if parameter.requires_grad)
 
 
 Pieces = Iterator[tuple[str, int, int, int]]

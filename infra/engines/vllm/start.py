@@ -183,7 +183,9 @@ def engine_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any
         arguments["max_model_len"] = length
     if on_cpu:
         arguments |= _cpu_defaults(settings, geometry=geometry, length=length)
-    arguments |= {**user, **_head(settings)}
+    arguments |= user
+    if settings.float32_head:
+        arguments["hf_overrides"] = {"head_dtype": "float32", **(user.get("hf_overrides") or {})}
     _check_memory(arguments, geometry=geometry, length=length, dtype=settings.dtype, on_cpu=on_cpu)
     return arguments
 
@@ -213,13 +215,6 @@ def _cpu_defaults(settings: EngineSettings, *, geometry: Geometry, length: int |
             # vLLM's default is nearly all memory of the machine.
             defaults["kv_cache_memory_bytes"] = max(sequence, min(settings.concurrency * sequence, this_memory().available // 4))
     return defaults
-
-
-def _head(settings: EngineSettings) -> dict[str, Any]:
-    """Return the argument by which vLLM computes logits in float32, merged with the user's overrides of the model's configuration."""
-    if not settings.float32_head:
-        return {}
-    return {"hf_overrides": {"head_dtype": "float32", **(settings.arguments.get("hf_overrides") or {})}}
 
 
 def _check_memory(arguments: Mapping[str, Any], *, geometry: Geometry, length: int | None, dtype: str, on_cpu: bool) -> None:
