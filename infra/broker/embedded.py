@@ -137,9 +137,9 @@ def status(home: Path | None = None) -> BrokerInfo:
     return _Files(state_path() if home is None else home.absolute()).info()
 
 
-def topic_bytes(home: Path | None = None) -> dict[str, int]:
+def topic_bytes() -> dict[str, int]:
     """Return topic -> bytes of its partitions on this machine's disk; {} if no broker has run. Does not start a broker."""
-    data, sizes = _Files(state_path() if home is None else home.absolute()).directory / "data", dict[str, int]()
+    data, sizes = _Files(state_path()).directory / "data", dict[str, int]()
     for folder in data.glob("*-*"):
         topic = folder.name.rpartition("-")[0]
         with contextlib.suppress(OSError):  # a segment that is deleted meanwhile
