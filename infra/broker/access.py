@@ -268,7 +268,7 @@ def _compact(text: bytes) -> bytes:
 
 
 def _cluster_id(response: bytes) -> str | None:
-    """Return the cluster id in a metadata response; None unless the broker lists at least one live broker."""
+    """Return the cluster id in a metadata response; None unless it lists a live broker, as it does once the broker serves."""
     (brokers,) = struct.unpack_from(">i", response)
     if brokers < 1:
         return None

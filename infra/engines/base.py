@@ -43,6 +43,7 @@ class Sampling:
         return self.top_k > 0 and not self.greedy
 
     def __post_init__(self) -> None:
+        """Raise `ValueError` for a parameter outside its range."""
         if not self.greedy and not self.temperature > 0:
             raise ValueError(f"temperature must be above 0, not {self.temperature}; for greedy decoding set greedy")
         if not 0 < self.top_p <= 1:

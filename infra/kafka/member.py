@@ -279,7 +279,7 @@ class KafkaMember:
             self._paused = set()
 
     def _deliver_assignment(self) -> None:
-        """Deliver an assignment: look up the committed offsets and start reading there."""
+        """Start to read the newly assigned partitions at their committed offsets and queue `Assigned`; in an outage, return early."""
         incoming = self._incoming
         assert incoming is not None
         partitions, membership = incoming

@@ -200,7 +200,7 @@ def _row_indices(
 
 
 def _indices(ids: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return ([B, W] index of every column in the line, [B] number of columns that a row shares with an earlier one)."""
+    """Return ([B, W] index of every column in the line of distinct tokens, [B] number of columns shared with an earlier row)."""
     count, width = ids.shape
     column, total = np.arange(width), 0
     indices, shared = np.zeros((count, width), np.int64), np.zeros(count, np.int64)
@@ -304,7 +304,7 @@ def short_attention(
 
 
 def _rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Return [R, heads, C, dim] from the line [1, heads, T, dim] and indices [R, C]; gradients of shared tokens are summed in float32."""
+    """Return [R, heads, C, dim] from the line of distinct tokens [1, heads, T, dim] and indices [R, C]; sums gradients in float32."""
     tokens = x[0].transpose(0, 1)
     return tokens.index_select(0, indices.flatten()).view(*indices.shape, *tokens.shape[1:]).transpose(1, 2)
 

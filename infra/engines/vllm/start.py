@@ -191,7 +191,7 @@ def engine_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any
 
 
 def _model_length(user: Mapping[str, Any], geometry: Geometry, longest: int | None) -> int | None:
-    """Return the longest sequence that vLLM has to support: the user's, or the longest of the run within the model's positions."""
+    """Return the most tokens of a sequence: the user's, or the run's within the model's positions; None if unknown."""
     if "max_model_len" in user:
         return user["max_model_len"] if isinstance(user["max_model_len"], int) else None
     if longest is None or geometry.positions is None:
