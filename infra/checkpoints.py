@@ -267,7 +267,10 @@ class CheckpointStore:
         try:
             record(saving.size)
             with saving.explained():
-                self._rename(saving.temporary, saving.state.steps)
+                if self.path(saving.state.steps).exists():  # an unusable one
+                    self._remove(saving.state.steps)
+                saving.temporary.rename(self.path(saving.state.steps))
+                sync(self.directory)
         except BaseException:
             saving.discard()
             raise
@@ -300,13 +303,6 @@ class CheckpointStore:
             return Best(**json.loads((self.directory / BEST).read_bytes()))
         except (OSError, ValueError, TypeError):
             return None
-
-    def _rename(self, temporary: Path, steps: int) -> None:
-        """Give a durable checkpoint its name, after removing a refused one of that name."""
-        if self.path(steps).exists():
-            self._remove(steps)
-        temporary.rename(self.path(steps))
-        sync(self.directory)
 
     def _remove_others(self) -> None:
         """Delete the checkpoints that are unusable or not to be retained."""

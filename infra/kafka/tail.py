@@ -178,13 +178,10 @@ class KafkaTail:
         """Resolve starts to offsets, so that records written after this call are always read."""
         self._admin.require(starts)
         offsets = {partition: start for partition, start in starts.items() if isinstance(start, int)}
-        earliest = [partition for partition, start in starts.items() if start == "earliest"]
-        latest = [partition for partition, start in starts.items() if start == "latest"]
-        offsets |= self._admin.offsets(earliest, end=False, committed=True)
-        offsets |= self._admin.offsets(latest, end=True, committed=True)
-        for partition, start in starts.items():
-            if partition not in offsets:
-                raise ValueError(f"a tail starts at 'earliest', 'latest' or an offset, not at {start!r}")
+        for word, end in (("earliest", False), ("latest", True)):
+            offsets |= self._admin.offsets([partition for partition, start in starts.items() if start == word], end=end, committed=True)
+        if odd := [start for partition, start in starts.items() if partition not in offsets]:
+            raise ValueError(f"a tail starts at 'earliest', 'latest' or an offset, not at {odd[0]!r}")
         return offsets
 
     def _assign(self, offsets: Mapping[Partition, int]) -> None:
