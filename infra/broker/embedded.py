@@ -159,7 +159,7 @@ def _why_it_ended(files: _Files) -> str | None:
 
 
 def _is_full(files: _Files, since: int) -> bool:
-    """True if the broker exited for lack of disk space, which a full disk may have prevented it from logging."""
+    """Return True if the broker exited for lack of disk space, which a full disk may have prevented it from logging."""
     return bool(re.search(r"No space left on device|Disk quota exceeded", _text(files.log, since=since))) or (
         files.directory.exists() and shutil.disk_usage(files.directory).free < _LEAST_FREE_BYTES
     )
@@ -247,10 +247,10 @@ def _fence_predecessor(files: _Files, chosen: access.Ports, java: list[str]) -> 
 
 
 def is_fenced(text: str) -> bool:
-    """True if a controller with this log is active and every broker in it is fenced.
+    """Return True if a controller with this log is active and every broker in it is fenced.
 
     Example:
-        is_fenced("Performing controller activation.\\nReplayed BrokerRegistrationChangeRecord(brokerId=1, fenced=1)")  # -> True
+        is_fenced("Performing controller activation.\nReplayed BrokerRegistrationChangeRecord(brokerId=1, fenced=1)")  # -> True
     """
     records = _RECORD.findall(text)
     if "Performing controller activation" not in text or "Replayed " not in text:
@@ -261,7 +261,7 @@ def is_fenced(text: str) -> bool:
 
 
 def _newest(directory: Path) -> tuple[str, int]:
-    """Name and size of the newest segment of the controller's metadata log: it grows, or another one follows."""
+    """Return name and size of the newest segment of the controller's metadata log: it grows, or another one follows."""
     segments = sorted((directory / "data" / "__cluster_metadata-0").glob("*.log"))
     return (segments[-1].name, segments[-1].stat().st_size) if segments else ("", 0)
 

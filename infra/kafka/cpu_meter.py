@@ -50,6 +50,7 @@ class CpuCosts:
 
 
 def _cpu_s(thread: threading.Thread) -> float:
+    """Return the CPU seconds of a thread so far; 0.0 if it has ended or they cannot be read."""
     if thread.ident is None or not thread.is_alive():
         return 0.0
     try:

@@ -47,7 +47,7 @@ def first_readable(log: Log, tail_from: Callable[[int], Tail], partition: Partit
 
 
 def _readable(log: Log, tail_from: Callable[[int], Tail], partition: Partition, offset: int) -> bool:
-    """True unless reading from `offset` stops at once at a damaged batch."""
+    """Return True unless reading from `offset` stops at once at a damaged batch."""
     with closing(tail_from(offset)) as tail:
         end = log.end_offsets([partition])[partition]
         try:

@@ -328,7 +328,7 @@ class KafkaMember:
             self._rejoin()
 
     def _rejoin(self) -> None:
-        """Replace the consumer. Raises `LogUnreachable` after an outage of `give_up_s`."""
+        """Replace the consumer by a new one that joins the group. Raises `LogUnreachable` after an outage of `give_up_s`."""
         self.on_revoked(self._consumer)
         reading.close_consumer(self._consumer, self._costs, 2.0)
         self._consumer = self._contact.reach(self._join, ended=lambda: self._closing)

@@ -54,7 +54,7 @@ class KafkaPending:
         return offset
 
     def done(self) -> bool:
-        """True once the record is acknowledged or has failed."""
+        """Return True once the record is acknowledged or has failed."""
         return bool(self._future.is_done)
 
 

@@ -87,7 +87,7 @@ def _is_public(name: str, value: str) -> bool:
 
 
 def _is_path(value: str) -> bool:
-    """True for an absolute path that exists or whose folder does: a secret may start with a slash too."""
+    """Return True for an absolute path that exists or whose folder does: a secret may start with a slash too."""
     if not value.startswith("/") or len(value) > 4096:
         return False
     path = Path(value)

@@ -177,7 +177,7 @@ class _Child(PipedChild, Generic[Key]):
             self._sending.clear()
 
     def named(self, reason: str) -> str:
-        """Prefix the reason with what the child was doing, if that can only belong to its one call."""
+        """Return the reason, prefixed with what the child was doing if that belongs to its only call."""
         return f"{self.doing} {reason}" if self.doing and len(self.calls) == 1 else reason
 
 
@@ -288,7 +288,7 @@ class ChildPool(Generic[Key]):
         self._watch(child)
 
     def _count_time(self) -> None:
-        """Add the time since the last call, before anything changes."""
+        """Add the work since the last call to `busy_s`; to be called before calls or children change."""
         now, room = time.monotonic(), sum(child.at_once for child in self._children if child.ready)
         if room:
             self.busy_s += (now - self._counted) * sum(child.active_calls for child in self._children) / room
@@ -307,7 +307,7 @@ class ChildPool(Generic[Key]):
             self._watch(child)
 
     def _watch(self, child: _Child[Key]) -> None:
-        """Watch the child's pipe while data wait for it."""
+        """Let the selector report when a child's input pipe is writable, while data wait for it."""
         watched = child.stdin in self._selector.get_map()
         if child.unsent and not watched:
             self._selector.register(child.stdin, selectors.EVENT_WRITE, child)

@@ -104,7 +104,7 @@ def broken_tensor(tensors: Iterable[TensorBytes]) -> str | None:
 
 
 def _is_broken(tensor: TensorBytes) -> bool:
-    """True if a tensor has an element that is not finite or above `LARGEST`."""
+    """Return True if a tensor has an element that is not finite or above `LARGEST`."""
     if tensor.dtype not in _LIMITS or not tensor.nbytes:
         return False
     size, limit = _LIMITS[tensor.dtype]
