@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, Engine, GroupRequest, Sampling, Span
+from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, Engine, EngineSettings, GroupRequest, Sampling, Span
 from penstock.infra.engines.registry import ENGINES
 from penstock.infra.engines.shared_device import Sleepable
 from penstock.infra.engines.toy import ToyEngine
@@ -54,7 +54,7 @@ def one_vllm_engine(directory: Path) -> tuple[Any, Callable[[], None]]:
                 self.load_weights(DIRECTORY_VERSION, weights_of(self))
             self._counts = self._llm.logger_manager = Counts(ROWS)
 
-    made = Renewed(directory, concurrency=ROWS)
+    made = Renewed(EngineSettings(directory=directory, concurrency=ROWS))
     return made, lambda: VllmEngine.close(made)
 
 
