@@ -238,7 +238,7 @@ def skip(log: "KafkaLog", run: str, topic: str, partition: int, offset: int) -> 
     for skipped_tp, offsets in dead_letters.stretches(log.read_dead_letters(f"{run}.dead-letters"), run=run):
         if skipped_tp == tp and offset in offsets:
             raise ConfigError(
-                f"offsets {offsets.start} to {offsets.stop - 1} of {topic}/{partition} are already marked; restart workers that stop there"
+                f"offsets {offsets.start} to {offsets.stop - 1} of {topic}/{partition} are skipped already; restart workers that stop there"
             )
     after = log.first_readable(tp, offset)
     if after == offset:

@@ -208,9 +208,8 @@ class SimulatedWorker:
         schedule = self._work.schedule
         while self._has_room and self._waiting:
             newest = self._newest()
-            index = rules.next_in_line(
-                [(prompt.group, prompt.min_version) for prompt in self._waiting], loaded_version=self.version, newest_version=newest
-            )
+            pairs = [(prompt.group, prompt.min_version) for prompt in self._waiting]
+            index = rules.next_in_line(pairs, loaded_version=self.version, newest_version=newest)
             if index is None:
                 return
             prompt = self._waiting[index]

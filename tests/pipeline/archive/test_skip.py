@@ -84,7 +84,7 @@ def test_every_reader_goes_on_behind_what_a_person_has_told_them_to_pass_over(
             taken += [bytes(record.value) for record in event.records] if isinstance(event, Records) else []
     member.close()
     assert taken == GOOD
-    with pytest.raises(ConfigError, match="offsets 6 to 8 of rollouts/0 are already marked"):
+    with pytest.raises(ConfigError, match="offsets 6 to 8 of rollouts/0 are skipped already"):
         skip(damaged, run_id, "rollouts", 0, first)
 
 
