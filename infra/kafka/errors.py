@@ -129,9 +129,12 @@ def make(kind: Callable[..., Any], connection: Connection, settings: dict[str, A
             client.close()
         if reasons.refused:
             reason = one_line(RuntimeError(reasons.refused))
+            where = "--security, PENSTOCK_SECURITY or kafka.security"
             raise LogUnreachable(
-                f"the TLS handshake with the broker at {connection.bootstrap} failed ({reason}): "
-                "check login and certificates in --security, PENSTOCK_SECURITY or kafka.security, and that this listener has TLS"
+                f"the broker at {connection.bootstrap} refuses the login ({reason}): check the credentials in {where}"
+                if reason.startswith("Authentication failed")
+                else f"the TLS handshake with the broker at {connection.bootstrap} failed ({reason}): "
+                f"check the certificates in {where}, and that this listener has TLS"
             ) from None
         raise _unreachable(
             connection,
