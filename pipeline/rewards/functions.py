@@ -25,7 +25,7 @@ from penstock.pipeline.rewards import builtin as builtin_rewards
 from penstock.pipeline.rewards.builtin import BUILTINS, NEED_REFERENCE
 from penstock.pipeline.rewards.service import LOAD, RewardService
 from penstock.pipeline.rewards.values import NAMES, Logged, RewardError, bounded, broke, checked
-from penstock.topics.samples import GENERATED, Turn, reward_of
+from penstock.topics.samples import GENERATED, reward_of
 
 NOTHING: Final = object()
 
@@ -48,6 +48,7 @@ class Score:
 
     @staticmethod
     def of(result: Mapping[str, Any]) -> "Score":
+        """Parse the result of a child process, which is a score as JSON."""
         broken = {int(number): reason for number, reason in result.get("broken", {}).items()}
         return Score(
             rewards=tuple(result["rewards"]), components=tuple(map(tuple, result["components"])), broken=broken,
@@ -56,6 +57,7 @@ class Score:
 
     @property
     def scored(self) -> tuple[float, ...]:
+        """The rewards of the completions that have one."""
         return tuple(reward for reward in self.rewards if reward is not None)
 
 
@@ -104,14 +106,14 @@ class Rewards:
         step: int = 0,
         episodes: Sequence[Mapping[str, Any]] | None = None,
     ) -> Score | Coroutine[Any, Any, Score]:
-        """Call the functions for the completions of one prompt; returns the score, or a coroutine if a function is async.
+        """Call the functions for the completions of one prompt; return the score, or a coroutine of it if a function is async.
 
         For a conversational prompt (`messages`), functions receive lists of messages, as in TRL. `step` is the optimizer step of the policy
-        version that generated them. `episodes` has the result of `episode` for each trajectory: functions can take `environment_reward` and
+        version that generated the completions. `episodes` is the result of `episodes_of`: functions can then take `environment_reward` and
         `conversations`, and completions are the generated messages.
 
-        Each function and each completion gets copies of the arguments, so that changes to them have no effect on others. Raises
-        `RewardError`: a function raised, or returned a wrong length, a wrong type, or a number that is not finite or too large.
+        Each function and each completion gets copies of the arguments, so that a function cannot change what another one receives. Raises
+        `RewardError` if a function raises, or returns a wrong length, a wrong type, or a number that is not finite or too large.
         """
         count = len(completions)
         facts = self._facts(count, completion_ids, step)
@@ -130,10 +132,9 @@ class Rewards:
         return _awaited(self.names, returned, score) if any(map(inspect.isawaitable, returned)) else score(returned)
 
     def check(self, columns: Mapping[str, Any], *, not_json: Mapping[str, str] | None = None, answer_field: str = "answer") -> None:
-        """Check that a row contains the columns that the functions need, and a reference that the built-in functions accept.
+        """Raise `RewardError`, naming the column, if a function lacks a column of this row or a built-in cannot read its answer.
 
-        `not_json`: column -> type of values that JSON cannot represent; `answer_field`: name of the answer column in the data.
-        Raises `RewardError` with the column.
+        `not_json` has the columns that JSON cannot represent -> type; `answer_field` is the name of the answer column in the data.
         """
         offered = with_facts(columns, self._facts(0, (), 0))
         for name, function in self._functions_for(columns):
@@ -149,17 +150,18 @@ class Rewards:
                     raise RewardError(f"{column} is {error}, which the reward {name} cannot compare: expected {FORMS}") from error
 
     def facts_named_by(self, columns: Mapping[str, Any]) -> list[str]:
-        """Columns that facts hide, so that functions find their values only under `columns`."""
+        """Return the columns that have the name of an argument such as `prompts`: functions find their values only under `columns`."""
         return [name for name in self._facts(0, (), 0) if name in columns]
 
     def _functions_for(self, columns: Mapping[str, Any]) -> list[tuple[str, Callable[..., Any]]]:
+        """Return (name, function) of the functions that score this row: in a mixture those that `by_source` has for its source."""
         source = columns.get(SOURCE_COLUMN)
         selected = self.by_source.get(source) if isinstance(source, str) else None
         every = zip(self.names, self.functions, strict=True)
         return [(name, function) for name, function in every if selected is None or not {name, short_name(name)}.isdisjoint(selected)]
 
     def _facts(self, count: int, completion_ids: Sequence[Sequence[int]], step: int) -> dict[str, Any]:
-        """Arguments in addition to the columns; lists have one item for each of `count` completions."""
+        """Return the arguments that functions can take in addition to the columns; lists have one item for each of `count` completions."""
         return {
             "prompts": [],
             "completions": [],
@@ -173,9 +175,9 @@ class Rewards:
         }
 
     def _called(self, columns: Mapping[str, Any], facts: Mapping[str, Any], logged: Logged, *, last: Sequence[str]) -> list[Any]:
-        """Call each function; returns `NOTHING` for one that does not apply to the row.
+        """Call each function; return what each returned, in the order of `names`, and `NOTHING` for a function not applied to this row.
 
-        Built-in functions score `last`, the last generated text of each sample.
+        Built-in functions score `last`, the last generated text of each completion. Raises `RewardError` if a function raises.
         """
         returned: list[Any] = []
         functions, offered = dict(self._functions_for(columns)), with_facts(columns, facts)
@@ -198,6 +200,7 @@ class Rewards:
         return returned
 
     def _score(self, returned: Sequence[Any], *, logged: Logged, count: int) -> Score:
+        """Validate the functions' return values, and add them up by weight. Raises `RewardError`."""
         columns: list[list[float | None]] = []
         for name, value in zip(self.names, returned, strict=True):
             numbers, parts = ([None] * count, []) if value is NOTHING else checked(name, value, count)
@@ -208,12 +211,13 @@ class Rewards:
         return Score(rewards=rewards, components=components, logged=logged.rows, metrics=logged.metrics, load=LOAD.taken())
 
     def _total(self, row: Sequence[float | None], number: int) -> float | None:
+        """Return the weighted sum of one completion's values; None if no function applies to it. Raises `RewardError`."""
         applying = [weight * value for weight, value in zip(self.weights, row, strict=True) if value is not None]
         return bounded(sum(applying), f"the weighted sum of the rewards of completion {number}") if applying else None
 
 
 async def _awaited(names: Sequence[str], returned: Sequence[Any], score: Callable[[Sequence[Any]], Score]) -> Score:
-    """The score after awaiting the awaitables that functions returned."""
+    """Await the awaitables among the functions' return values concurrently; return `score` of all values. Raises `RewardError`."""
 
     async def value(name: str, awaitable: Any) -> Any:
         try:
@@ -246,9 +250,9 @@ def resolve(
 ) -> Rewards:
     """Load reward functions by name, plug-in spec or address, with options after a question mark; weights default to 1.
 
-    `max_steps` and `max_completion_length` are arguments of functions. `timeout_s` per group and `concurrency` in groups apply to services.
-    Raises `PluginError`: an unknown name, a function that cannot be loaded, or an option that it does not take. Raises `ValueError`: there
-    is not one finite weight for each.
+    `max_steps` and `max_completion_length` are passed to functions that take them. `timeout_s` (per group) and `concurrency` (groups at a
+    time) apply to reward services. Raises `PluginError` for an unknown name, a function that cannot be loaded, or an option that it does
+    not take, `ValueError` unless there is one finite weight per function.
     """
     if not names:
         raise ValueError("reward.functions is empty: name at least one reward function")
@@ -269,7 +273,7 @@ def resolve(
 
 
 def digests(names: Sequence[str], *, base_dir: str | Path | None = None) -> dict[str, str]:
-    """SHA-256 of each reward's source, or of a service's address, for the run's record; nothing is imported. Raises `PluginError`."""
+    """Return name -> SHA-256 (hex) of the source or of a service's address, for the run's record. Imports nothing. Raises `PluginError`."""
 
     def source(name: str) -> str:
         plain = split_options(name)[0]
@@ -283,12 +287,8 @@ def digests(names: Sequence[str], *, base_dir: str | Path | None = None) -> dict
     return {name: source(name) for name in names}
 
 
-def episode(turns: Sequence[Turn], messages: str | None) -> dict[str, Any]:
-    return {"reward": reward_of(turns), "messages": messages}
-
-
 def completions_of(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The generated messages of a trajectory, each with a text; one empty message if there are none."""
+    """Return the generated messages of a trajectory, each with a text as `content`; one empty message if there are none."""
     generated = [message for message in conversation if message.get(GENERATED)] or [{"role": "assistant"}]
     return [
         {**{key: message[key] for key in message if key != GENERATED}, "content": message.get("content") or ""} for message in generated
@@ -296,41 +296,43 @@ def completions_of(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, 
 
 
 def episodes_of(samples: Sequence[Any]) -> list[dict[str, Any]] | None:
-    """The episodes of trajectories, which are `Rollout`s or completions of an engine; None for single completions."""
+    """Return the environment's reward and the messages (JSON) of each trajectory, as arguments of `start_scoring`.
+
+    `samples` are `Rollout`s or an engine's completions. Returns None if one of them is a single completion and not a trajectory.
+    """
     if any(getattr(sample, "turns", None) is None for sample in samples):
         return None
-    return [episode(sample.turns, sample.messages) for sample in samples]
+    return [{"reward": reward_of(sample.turns), "messages": sample.messages} for sample in samples]
 
 
 def _find(name: str, base_dir: str | Path | None) -> Callable[..., Any]:
+    """Load one reward function by name or plug-in spec, with its options applied. Raises `PluginError` with the configuration key."""
+    plain, options = split_options(name)
     try:
-        return _named(name, base_dir)
+        if plain in BUILTINS:
+            function = BUILTINS[plain]
+            options = {**(function.__kwdefaults__ or {}), **options}
+        elif ":" in plain:
+            function = load(plain, base_dir=base_dir)
+        else:
+            expected = f"expected {', '.join(BUILTINS)}, package.module:function, file.py:function or http://HOST/PATH"
+            raise PluginError(f"{name!r} is not a reward function: {expected}{nearest(plain, BUILTINS)}")
     except PluginError as error:
         raise PluginError(f"reward.functions: {error}") from error
-
-
-def _named(name: str, base_dir: str | Path | None) -> Callable[..., Any]:
-    """Load one reward function by name, plug-in spec or address. Raises `PluginError`."""
-    plain, options = split_options(name)
-    if plain not in BUILTINS and ":" not in plain:
-        builtins = ", ".join(BUILTINS)
-        raise PluginError(
-            f"{name!r} is not a reward function: expected {builtins}, package.module:function, file.py:function or http://HOST/PATH"
-            f"{nearest(plain, BUILTINS)}"
-        )
-    function = BUILTINS[plain] if plain in BUILTINS else load(plain, base_dir=base_dir)
-    if plain in BUILTINS:
-        options = {**(function.__kwdefaults__ or {}), **options}
-    if options:
-        try:
-            inspect.signature(function).bind_partial(**options)
-        except TypeError as error:
-            raise PluginError(f"{name!r}: {error}") from error
-    return partial(function, **options) if options else function
+    if not options:
+        return function
+    try:
+        inspect.signature(function).bind_partial(**options)
+    except TypeError as error:
+        raise PluginError(f"reward.functions: {name!r}: {error}") from error
+    return partial(function, **options)
 
 
 def _arguments(name: str, function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """The offered items that a function takes: all with `**columns`, otherwise its named parameters; options are excluded."""
+    """Return the items of `offered` that a function takes: all if it has `**columns`, else those named by its parameters; no options.
+
+    Raises `_MissingColumn` if a parameter without a default is not among them. `name` is the reward's name in the message.
+    """
     offered = {key: value for key, value in offered.items() if key not in getattr(function, "keywords", ())}
     parameters = _parameters(function)
     if parameters is None:
@@ -356,7 +358,7 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    """The parameters of a function; None for a builtin without a signature, which receives all arguments."""
+    """Return the parameters of a function by name; None for a function in C without a signature, which receives all arguments."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -364,6 +366,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def _remedy(column: str, not_json: Mapping[str, str]) -> str:
+    """Return the end of the error message about a missing column: the cause or the fix; empty if neither is known."""
     if column in not_json:
         return f": that column contains {not_json[column]}, which JSON cannot represent; store it as text"
     if column == "answer":
@@ -372,6 +375,7 @@ def _remedy(column: str, not_json: Mapping[str, str]) -> str:
 
 
 def copied(value: Any) -> Any:
+    """Return a copy of a JSON value, with copies of the dicts and lists in it."""
     if isinstance(value, dict):
         return {key: copied(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -380,7 +384,7 @@ def copied(value: Any) -> Any:
 
 
 def _loop() -> asyncio.AbstractEventLoop:
-    """One event loop per process, so that async functions can keep an HTTP session; a new one if a function closed it."""
+    """Return this process's event loop, which calls share so that async functions can keep an HTTP session; a new one if it was closed."""
     loop = _loops[-1] if _loops else None
     if loop is None or loop.is_closed():
         _loops[:] = [loop := asyncio.new_event_loop()]

@@ -45,7 +45,10 @@ FEWEST = 100
 
 @dataclass(slots=True)
 class FaultCount:
-    """Counts scored groups, and failures by cause; a partly failed group adds the failed share of its samples."""
+    """Counts groups, and failures of reward functions by cause, to stop a run in which too many fail.
+
+    A partly failed group adds the failed share of its samples.
+    """
 
     on_error: str
     """What to do if a reward function fails: `stop` the run or `drop` the group."""
@@ -54,6 +57,7 @@ class FaultCount:
     _broken: str | None = None
 
     def failed(self, reason: str) -> None:
+        """Count a group none of whose samples has a reward, for this reason."""
         self.groups += 1
         self._count(reason, 1.0)
 
@@ -77,7 +81,7 @@ class FaultCount:
 
 
 def fault_of(reason: str) -> str:
-    """The key of a failure: function, exception and line, without the exception's text, which may contain the input.
+    """Return the text by which equal failures are counted: function, exception and line; the exception's text may vary by input.
 
     Example:
         fault_of("reward f broke: KeyError: 'x7' (f.py line 3)")  # -> "reward f broke: KeyError (f.py line 3)"
@@ -105,7 +109,7 @@ class _Group:
 
 
 class RewardPool(Generic[Key]):
-    """A `ChildPool` that scores groups: payloads are those of `payload`, results those of `Score.of`."""
+    """Child processes that score groups, with one result per group. Submit what `payload` returns; `Score.of` reads a result."""
 
     def __init__(self, children: ChildPool[tuple[Key, Members]], *, timeout_s: float) -> None:
         self._calls = children
@@ -123,14 +127,19 @@ class RewardPool(Generic[Key]):
         return self._calls.busy_s
 
     def submit(self, key: Key, payload: Payload) -> None:
+        """Score a group; `poll` returns its result with this key."""
         self._groups[key] = group = _Group(payload, len(payload["completions"]))
         self._call(key, group, group.all_members, slow=self._slow)
 
     def cancel(self, keys: set[Key]) -> None:
+        """Stop scoring these groups; `poll` never returns them. Unknown keys are ignored."""
         self._calls.cancel({(key, members) for key in keys & self._groups.keys() for members in self._groups.pop(key).calls})
 
     def poll(self, timeout_s: float = 0.0) -> list[Done[Key] | Failed[Key]]:
-        """Groups in the order in which they finished; waits up to `timeout_s` for the first. Raises `ChildError`."""
+        """Return the results of groups that have finished; wait up to `timeout_s` for the first, then return an empty list.
+
+        Raises `ChildError` if a child process cannot start or load the functions.
+        """
         end = monotonic() + timeout_s
         while True:
             calls = self._calls.poll(max(0.0, end - monotonic()))
@@ -148,12 +157,13 @@ class RewardPool(Generic[Key]):
         self.close()
 
     def _call(self, key: Key, group: _Group, members: Members, *, slow: bool) -> None:
+        """Submit a call for the completions `members` of a group; if `slow`, the time limit is multiplied by their number."""
         group.calls.add(members)
         payload = group.payload if len(members) == group.count else _part(group.payload, members)
         self._calls.submit((key, members), payload, timeout_s=self._timeout_s * (len(members) if slow else 1))
 
     def _take(self, call: Done[tuple[Key, Members]] | Failed[tuple[Key, Members]]) -> Done[Key] | Failed[Key] | None:
-        """Apply the result of one call; returns the result of its group if that was the last call."""
+        """Apply the result of one call; return the result of its group if that was the last call, else None."""
         key, members = call.key
         group = self._groups[key]
         group.calls.remove(members)
@@ -181,7 +191,7 @@ class RewardPool(Generic[Key]):
         return self._rest(key, group)
 
     def _rest(self, key: Key, group: _Group) -> Done[Key] | Failed[Key] | None:
-        """Score in one call the completions that did not fail alone."""
+        """Submit one call for the completions that did not fail alone; return the group's result if at most one is left, else None."""
         if not group.alone:
             return self._failed(key, group.reason)
         members = tuple(sorted(group.alone))
@@ -201,6 +211,7 @@ class RewardPool(Generic[Key]):
 
 
 def _part(payload: Payload, members: Sequence[int]) -> dict[str, Any]:
+    """Return the payload of a group restricted to the completions `members`."""
     lists = {name: payload.get(name) for name in BY_SAMPLE}
     return {**payload, **{name: [values[number] for number in members] for name, values in lists.items() if values}}
 
@@ -226,7 +237,7 @@ CHILD = "penstock.pipeline.rewards.scoring:child"
 
 
 def reward_pool(reward: "RewardSection", *, size: int = 1, **settings: Any) -> RewardPool[Any]:
-    """Child processes with a run's reward functions; `settings` as in `spec`."""
+    """Start `size` child processes with a run's reward functions; `settings` are more arguments of `resolve`, such as `max_steps`."""
     init = spec(reward.functions, reward.weights, timeout_s=reward.timeout_s, concurrency=reward.concurrency, **settings)
     children: ChildPool[Any] = ChildPool(CHILD, init=init, size=size, timeout_s=reward.timeout_s, retries=0, rules=reward.rules())
     return RewardPool(children, timeout_s=reward.timeout_s)
@@ -237,47 +248,22 @@ def spec(
     weights: Sequence[float] | None = None,
     *,
     base_dir: str | Path | None = None,
-    by_source: Mapping[str, Sequence[str]] | None = None,
     concurrency: int = 1,
-    **settings: float,
+    **settings: Any,
 ) -> dict[str, Any]:
-    """The settings of a child process that scores groups, as JSON."""
-    return {
-        "names": list(names),
-        "weights": None if weights is None else list(weights),
-        "base_dir": None if base_dir is None else str(base_dir),
-        "by_source": {source: list(functions) for source, functions in (by_source or {}).items()},
-        "concurrency": concurrency,
-        **settings,
-    }
+    """Return the `init` of a child process that scores groups, as JSON: arguments of `resolve`, to which `settings` are added."""
+    return {"names": list(names), "weights": weights, "base_dir": base_dir and str(base_dir), "concurrency": concurrency, **settings}
 
 
-def payload(
-    completions: Sequence[str],
-    *,
-    prompt: str,
-    messages: Sequence[Mapping[str, Any]] | None,
-    columns: Mapping[str, Any],
-    completion_ids: Sequence[Sequence[int]] = (),
-    step: int = 0,
-    episodes: Sequence[Mapping[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """A group as JSON with the keywords of `Rewards.start_scoring`; prompt and columns are sent once per group."""
-    return {
-        "completions": list(completions),
-        "prompt": prompt,
-        "messages": messages,
-        "columns": dict(columns),
-        "completion_ids": [list(map(int, ids)) for ids in completion_ids],
-        "step": step,
-        "episodes": episodes,
-    }
+def payload(completions: Sequence[str], *, completion_ids: Sequence[Sequence[int]] = (), **group: Any) -> dict[str, Any]:
+    """Return one group as JSON for a child process; `group` are the other arguments of `Rewards.start_scoring`."""
+    return {"completions": list(completions), "completion_ids": [list(map(int, ids)) for ids in completion_ids], **group}
 
 
 def payload_of(
     record: Prompt | Group, samples: Sequence[Rollout], completions: Sequence[str], *, messages: str | None, steps_per_version: int
 ) -> dict[str, Any]:
-    """The payload of recorded samples and their texts; `record` has the prompt's text and columns, `messages` its chat as JSON."""
+    """Return the payload of recorded samples and their texts. `record` has the prompt and its columns; `messages` is its chat as JSON."""
     return payload(
         completions, prompt=record.prompt, messages=json.loads(messages) if messages else None, columns=json.loads(record.columns),
         completion_ids=[generated(sample).tolist() for sample in samples], step=(version_min(samples) or 0) * steps_per_version,
@@ -286,7 +272,7 @@ def payload_of(
 
 
 def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
-    """The handler of a child process: takes a `payload(...)` and returns its score by the functions of `spec(...)`."""
+    """Return the function that a child process calls for each `payload(...)`: it returns the score as JSON. `init` is `spec(...)`."""
     rewards = resolve(**init)
     for name in rewards.names:
         if warm_up := WARM_UPS.get(split_options(name)[0]):
@@ -323,7 +309,7 @@ class GroupOutcome:
 
 
 def group_outcome(samples: Sequence[Rollout], completions: Sequence[str], score: Score, *, algorithm: "AlgorithmSection") -> GroupOutcome:
-    """The outcome of a group, with the configured penalty for truncated completions and the configured filters."""
+    """Return the outcome of a group from its rewards, after the configured penalty for truncated completions and the configured filters."""
     penalty = algorithm.truncated_penalty if algorithm.truncated == "penalise" else 0.0
     scored = tuple(
         ScoredSample(
@@ -342,7 +328,7 @@ def group_outcome(samples: Sequence[Rollout], completions: Sequence[str], score:
 
 
 def _filtered(samples: Sequence[ScoredSample], score: Score, algorithm: "AlgorithmSection") -> str | None:
-    """The reason why a scored group is filtered; None if it is not."""
+    """Return the reason why a group is filtered, and so not trained on; None if it is kept."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     if len(rewards) < min(2, len(samples)):
         causes = "; ".join(dict.fromkeys(score.broken.values())) or "every reward function returned None for the others"
@@ -355,7 +341,7 @@ def _filtered(samples: Sequence[ScoredSample], score: Score, algorithm: "Algorit
 
 
 def _differ(score: Score) -> bool:
-    """True if any component differs among the samples it applies to."""
+    """True if the values of any reward function differ among the samples that it applies to."""
     columns = [[value for value in column if value is not None] for column in zip(*score.components, strict=True)]
     return any(values and not zero_variance(values) for values in columns)
 
@@ -363,6 +349,7 @@ def _differ(score: Score) -> bool:
 def group_of(
     prompt: Prompt, outcome: Outcome, *, reason: str | None, samples: tuple[ScoredSample, ...], reward: "RewardSection", scored_ns: int
 ) -> Group:
+    """Return the record of a group's outcome for the topic `groups`, with the fields of its prompt and the configured rewards."""
     return Group(
         group=prompt.group, outcome=outcome, reason=reason, slot=prompt.slot, min_version=prompt.min_version,
         samples_per_prompt=prompt.samples_per_prompt, epoch=prompt.epoch, row=prompt.row, prompt=prompt.prompt, prompt_ids=prompt.token_ids,

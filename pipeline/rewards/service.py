@@ -27,7 +27,7 @@ RETRIED = (408, 425, 429, 502, 503, 504)
 
 
 class Load:
-    """Load on this process's reward services since `taken` was last called."""
+    """Counts requests to the reward services of this process, and their time, since the last call of `taken`."""
 
     def __init__(self) -> None:
         self.requests, self.retries, self._busy_s = 0, 0, 0.0
@@ -36,7 +36,7 @@ class Load:
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
-        """In the block, count a request, and the time in which at least one is in flight."""
+        """Count a request that is in flight during the `with` block, and its time."""
         self._advance()
         self.requests, self._in_flight = self.requests + 1, self._in_flight + 1
         try:
@@ -46,7 +46,10 @@ class Load:
             self._in_flight -= 1
 
     def taken(self) -> dict[str, float]:
-        """`service_requests`, `service_retries`, seconds with a request in flight and of all requests; empty without a request."""
+        """Return the metrics since the last call, and reset them; empty if there was no request.
+
+        `service_busy_s` is the time with at least one request in flight, `service_request_s` the sum over all requests.
+        """
         self._advance()
         load = {
             "service_requests": float(self.requests), "service_retries": float(self.retries), "service_busy_s": self._busy_s,
@@ -56,6 +59,7 @@ class Load:
         return load if any(load.values()) else {}
 
     def _advance(self) -> None:
+        """Add the time since the last call to the sums; call this before the number of requests in flight changes."""
         now = time.monotonic()
         self._busy_s += (now - self._since) * (self._in_flight > 0)
         self._request_s += (now - self._since) * self._in_flight
@@ -91,7 +95,10 @@ class RewardService:
         )
 
     async def score(self, **arguments: Any) -> Any:
-        """Request the rewards of one group's completions. Raises `RewardError` with the last failure."""
+        """Request the rewards of one group's completions, with retries; return the response's `rewards` (`checked` validates them).
+
+        Raises `RewardError` with the last failure if the time limit is reached or the service returns a final error.
+        """
         # Functions cannot be sent; token ids are long, and useless to a service without the run's tokenizer.
         sent = {name: value for name, value in arguments.items() if name not in ("completion_ids", *NAMES)}
         content = json.dumps({**sent, "trainer_state": asdict(arguments["trainer_state"])})
@@ -113,6 +120,7 @@ class RewardService:
             await asyncio.sleep(pause)
 
     async def _post(self, content: str, remaining_s: float) -> Any:
+        """Send one request and return the `rewards` of its response. Raises `_Retry`, or `RewardError` for a final failure."""
         import httpx
 
         try:

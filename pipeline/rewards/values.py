@@ -33,7 +33,7 @@ class RewardError(ValueError):
 
 
 def broke(name: str, error: BaseException, function: Callable[..., Any] | None = None) -> RewardError:
-    """The error of the reward `name` in one line: the exception, the last line in `function`'s file, and the line that raised."""
+    """Return the error of the reward `name` in one line: the exception, the last line in `function`'s file, and the line that raised."""
     if isinstance(error, RewardError):
         return error
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
@@ -50,7 +50,10 @@ class BrokenReward(Unrecoverable):
 
 
 def checked(name: str, returned: Any, count: int) -> tuple[list[float | None], list[Parts]]:
-    """The rewards of `count` completions and their named parts, from the return value of `name`. Raises `RewardError`."""
+    """Validate what the reward function `name` returned for `count` completions; return the reward and the named parts of each.
+
+    Raises `RewardError` for a wrong length or type, or a number that is not finite or too large.
+    """
     values = _rows(returned) if isinstance(returned, Mapping) else _plain(returned)
     if not isinstance(values, (list, tuple)):
         raise RewardError(f"reward {name} returned a {type(returned).__name__}; expected a list of {count} numbers, one per completion")
@@ -65,11 +68,12 @@ def checked(name: str, returned: Any, count: int) -> tuple[list[float | None], l
 
 
 def _plain(value: Any) -> Any:
+    """Return a NumPy array or tensor as Python numbers in lists, any other value unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _rows(columns: Mapping[Any, Any]) -> list[dict[Any, Any]] | None:
-    """Named parts per completion from one list per name; None if the values are not lists of equal length."""
+    """Convert one list per named part to one dict per completion; return None if the values are not lists of equal length."""
     lists = [_plain(column) for column in columns.values()]
     if not all(isinstance(column, (list, tuple)) for column in lists) or len({len(column) for column in lists}) != 1:
         return None
@@ -84,6 +88,7 @@ def bounded(total: float, what: str) -> float:
 
 
 def shown(value: Any) -> str:
+    """Return a value's `repr` for an error message: one line of at most `SHOWN` characters, or its type if `repr` fails."""
     try:
         text = " ".join(repr(value).split())
     except Exception:
@@ -92,6 +97,7 @@ def shown(value: Any) -> str:
 
 
 def _parts(name: str, value: Any, number: int) -> Parts:
+    """Return the named parts in what reward `name` returned for completion `number`; empty if it is a plain number."""
     if not isinstance(value, Mapping):
         return {}
     if len(value) > MOST_PARTS or not all(isinstance(part, str) for part in value):
@@ -105,7 +111,7 @@ def _sum(name: str, parts: Parts, number: int) -> float | None:
 
 
 def _number(prefix: str, value: Any, what: str) -> float | None:
-    """A Python, NumPy or torch number as a float; arrays of one element count as numbers."""
+    """Convert a Python, NumPy or torch number, or an array of one, to a float; None stays None. Raises `RewardError` for anything else."""
     size = getattr(value, "numel", None) or getattr(value, "size", None)
     size = size() if callable(size) else size
     if hasattr(value, "tolist") and isinstance(size, int) and size != 1:
@@ -133,7 +139,7 @@ MOST_CHARACTERS = 4096
 
 
 class Logged:
-    """Logged columns and metrics of one group with `count` completions."""
+    """Collects what reward functions log for one group of `count` completions: columns with a value per completion, and metrics."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -141,7 +147,7 @@ class Logged:
         self._metrics: dict[str, list[float]] = {}
 
     def functions(self, reward: str) -> dict[str, Callable[..., None]]:
-        """The arguments `log_extra` and `log_metric` for the function `reward`."""
+        """Return the functions that the reward function `reward` receives as arguments `log_extra` and `log_metric`."""
         return dict(zip(NAMES, (partial(self._log_extra, reward), partial(self._log_metric, reward)), strict=True))
 
     def parts(self, reward: str, rows: Sequence[Mapping[str, float | None]]) -> None:
@@ -155,7 +161,7 @@ class Logged:
 
     @property
     def rows(self) -> tuple[dict[str, Any], ...]:
-        """The logged values of each completion by column; empty if nothing was logged."""
+        """Logged column -> value, for each completion; an empty tuple if nothing was logged."""
         if not self._extra:
             return ()
         columns = self._extra.items()
@@ -167,7 +173,7 @@ class Logged:
         return {name: fmean(values) for name, values in self._metrics.items() if values}
 
     def _log_extra(self, reward: str, column: str, values: Sequence[Any]) -> None:
-        items = values.tolist() if hasattr(values, "tolist") else values
+        items = _plain(values)
         if not isinstance(items, (list, tuple)) or len(items) != self._count:
             what = f"{len(items)} values" if isinstance(items, (list, tuple)) else f"a {type(values).__name__}"
             raise RewardError(f"reward {reward}: log_extra({shown(column)}, …) got {what}, not a list of {self._count}, one per completion")
@@ -184,6 +190,7 @@ class Logged:
 
 
 def _name(reward: str, name: Any, logged: Mapping[str, Any]) -> str:
+    """Return the name under which `reward` logs. Raises `RewardError` if it is invalid, or one too many in addition to `logged`."""
     if not isinstance(name, str) or not 0 < len(name) <= 128:
         raise RewardError(f"reward {reward} logged under {shown(name)}, expected a name of 1 to 128 characters")
     if name not in logged and len(logged) >= MOST_NAMES:
@@ -192,9 +199,8 @@ def _name(reward: str, name: Any, logged: Mapping[str, Any]) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    """A value as JSON; values that JSON cannot represent become text, long ones are truncated."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
+    """Return a logged value as JSON; a value that JSON cannot represent becomes text, and a long one is truncated."""
+    value = _plain(value)
     if value is None or isinstance(value, bool) or (isinstance(value, (int, float)) and abs(value) < 1 << 53):
         return value
     try:

@@ -48,7 +48,7 @@ _MATH_WORD = re.compile(rf".*(?:\d|\\[a-zA-Z]|\$).*|[-+*/^=<>|()≤≥±]+|[b-zB
 
 
 def candidates(text: str) -> list[str]:
-    r"""Candidates for the final result of a completion, best first; empty if it has none.
+    r"""Return the texts that may be the final answer of a completion, most likely first; empty if it gives none or is in doubt.
 
     Example:
         candidates(r"\boxed{3} first, then \boxed{4}")  # -> ["4"]
@@ -68,7 +68,7 @@ def candidates(text: str) -> list[str]:
 
 
 def _in_prose(text: str) -> list[str]:
-    """Candidates in text without a box or tag, from its last sentences."""
+    """Return the possible final answers in a text without a box or tag, from its last sentences; empty if it has none."""
     text = re.sub(r"\b([ap])\.m\.", r"\1m", re.sub(_BOX.pattern + r"\{?", "", text.translate(_WIDE).strip()))
     text = _SYMBOLS.sub("", _MONEY.sub("", text)).replace(" or so", "").replace(" and a half", " and one half")
     text = _JOINED_BY.sub(", ", _EMPHASIS.sub(r"\2", _MARKDOWN.sub("", text)).strip())
@@ -89,7 +89,7 @@ def _in_prose(text: str) -> list[str]:
 
 
 def last_box(text: str) -> str | None:
-    r"""The content of the last complete `\boxed{...}` or `\fbox{...}`; None if there is none."""
+    r"""Return the content of the last complete `\boxed{...}` or `\fbox{...}`; None if there is none."""
     closed, opened = dict[int, int](), list[int]()
     for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):
         if match[0] == "{":
@@ -108,14 +108,14 @@ def last_box(text: str) -> str | None:
 
 
 def _sentences(text: str) -> list[str]:
-    """The sentences of a text, with each delimited formula and each tuple as one word."""
+    """Split a text into sentences, with the spaces in each delimited formula and each tuple replaced by `~`."""
     for whole in (_DELIMITED, _TUPLE):
         text = whole.sub(lambda match: re.sub(r"\s+", "~", match[0]), text)
     return [part.strip() for part in _SENTENCE_END.split(text) if part.strip()] or [""]
 
 
 def _expressions(text: str) -> list[str]:
-    """The expressions in a sentence that it does not deny; a number in words only if none has digits.
+    """Return the mathematical expressions of a sentence, without those that it denies; a number in words only if none has digits.
 
     An equation is reduced to the part after its last equals sign.
     """
@@ -139,13 +139,14 @@ def _expressions(text: str) -> list[str]:
 
 
 def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of a completion, which in a conversation is that of its last message."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
 def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 if the completion equals the reference answer as text, or in value to a number; surrounding spaces are ignored.
+    """Return 1.0 if the completion equals the reference answer as text, or in value if that is a number, else 0.0.
 
-    Raises `InvalidReference` if the reference answer is null, empty, or neither text nor number.
+    Spaces around them are ignored. Raises `InvalidReference` if the reference answer is null, empty, or neither text nor number.
 
     Example:
         exact_match([" 7\\n", "8", "9.0"], ["7", "7", [8, 9]])  # -> [1.0, 0.0, 1.0]
@@ -154,10 +155,10 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
 
 
 def math_verify(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """1 if the completion's final answer is mathematically equal to the reference answer, or to one of a list.
+    """Return 1.0 if the completion's final answer is mathematically equal to the reference answer, or to one of a list, else 0.0.
 
-    None if no reference has a letter or a digit. Raises `InvalidReference` as `exact_match` does.
-    docs/reference/mathematics.md defines the final answer and equality.
+    None if no reference has a letter or a digit. Raises `InvalidReference` as `exact_match` does. docs/reference/mathematics.md defines the
+    final answer and equality.
 
     Example:
         math_verify(["so it is \\\\boxed{18}", "17"], ["16 + 2\\n#### 18", "18"])  # -> [1.0, 0.0]
@@ -166,11 +167,12 @@ def math_verify(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
 
 
 def reasoning_gym(completions: Sequence[Any], reasoning_gym: Sequence[Mapping[str, Any]], **_: Any) -> list[float]:
-    """The task's score, between 0 and 1, of the text in the last `<answer>` tag, or of the full completion without a tag."""
+    """Return the score, 0 to 1, that the row's task gives to the text in the last `<answer>` tag, or to the full completion without one."""
     return [_task_score(text_of(completion), entry) for completion, entry in zip(completions, reasoning_gym, strict=True)]
 
 
 def _gym_library() -> Any:
+    """Import reasoning-gym. Raises `PluginError` if it is not installed."""
     try:
         import reasoning_gym as library
     except ImportError as error:
@@ -180,6 +182,7 @@ def _gym_library() -> Any:
 
 @lru_cache(maxsize=1)
 def _mathematics() -> Any:
+    """Import the comparison of answers, which needs mpmath. Raises `PluginError` if that is not installed."""
     try:
         from penstock.pipeline.rewards.builtin import math_equal
     except ImportError as error:
@@ -188,9 +191,9 @@ def _mathematics() -> Any:
 
 
 def _is_correct(completion: str, accepted_texts: Sequence[str]) -> float | None:
-    """1.0 if a final answer of the completion equals an accepted one, else 0.0; None if no accepted text has mathematics to compare.
+    """Return 1.0 if a final answer of the completion equals an accepted one, else 0.0; None if no accepted text can be compared.
 
-    In GSM8K the answer follows `####`.
+    An accepted text is reduced to the part after `####`, as in GSM8K, and to its last box.
     """
     mathematics = _mathematics()
     texts = [text.rpartition("####")[2] for text in accepted_texts]
@@ -201,7 +204,7 @@ def _is_correct(completion: str, accepted_texts: Sequence[str]) -> float | None:
 
 
 def _task_score(completion: str, entry: Mapping[str, Any]) -> float:
-    """Score of one completion by the data set that its row's recipe creates."""
+    """Return reasoning-gym's score of one completion. `entry` is the column `reasoning_gym`: the task's recipe and the row's index."""
     recipe = {key: value for key, value in entry.items() if key != "index"}
     task, made = _task_entry(json.dumps(recipe, sort_keys=True), entry["index"])
     tagged = re.findall(r"<answer>(.*?)</answer>", completion, flags=re.DOTALL)
@@ -216,6 +219,7 @@ def _task_score(completion: str, entry: Mapping[str, Any]) -> float:
 
 @lru_cache(maxsize=64)
 def _task_entry(recipe: str, index: int) -> tuple[Any, Any]:
+    """Return the data set of a recipe (JSON) and its entry `index`."""
     from penstock.pipeline.data.open import make_task
 
     task = make_task(recipe)
@@ -225,7 +229,7 @@ def _task_entry(recipe: str, index: int) -> tuple[Any, Any]:
 def soft_overlong(
     completion_lengths: Sequence[int], max_completion_length: int, *, longest: int | None = None, cache: int | None = None
 ) -> list[float]:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 up to `longest` - `cache` tokens, then falling to -1.
+    """Return DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 up to `longest` - `cache` tokens, then falling to -1.
 
     Defaults: `longest` is `sampling.max_new_tokens`, `cache` is a fifth of it, as in the paper.
 
@@ -282,7 +286,7 @@ def reward_table(
 
 
 def environment(environment_reward: Sequence[float | None], **_: Any) -> list[float | None]:
-    """The environment's reward: the sum over a trajectory's turns."""
+    """Return the environment's reward, which is the sum over a trajectory's turns."""
     return list(environment_reward)
 
 

@@ -81,7 +81,7 @@ Reading = Words | Quantity | Group | Relation
 
 
 def read(text: str, depth: int = 0) -> Reading:
-    """Parse a text as words, quantity, group or relation."""
+    """Parse a normalised answer as words, a quantity, a group or a relation; `depth` is the number of enclosing brackets."""
     text = text.rstrip(" .").lstrip()
     if depth > 8:
         return Quantity(text, None)
@@ -116,7 +116,7 @@ def split(text: str, separator: re.Pattern[str]) -> list[str]:
 
 
 def _list(items: tuple[Reading, ...]) -> Reading:
-    """A list without brackets; the name in `x = 1, 2` is dropped."""
+    """Return a list without brackets as a group, or its only item; the name in `x = 1, 2` is dropped."""
     first, *others = items or (Quantity("", None),)
     if isinstance(first, Relation) and first.named and others and not any(isinstance(item, Relation) for item in others):
         items = (first.right, *others)
@@ -124,6 +124,10 @@ def _list(items: tuple[Reading, ...]) -> Reading:
 
 
 def _relation(sides: list[str], depth: int) -> Reading:
+    """Return an equation or inequality as an interval if it describes one, else as a relation; `sides` alternate with operators.
+
+    An approximation after an expression, as in `1/3 ≈ 0.33`, is dropped.
+    """
     if sides[-2] == r"\approx" and not _NAME.fullmatch(sides[-3].strip()):
         return read("".join(sides[:-2]), depth + 1)
     operators = [_OPERATORS.get(operator, operator) for operator in sides[1::2]]
@@ -144,7 +148,7 @@ def _relation(sides: list[str], depth: int) -> Reading:
 
 
 def _interval(values: list[str], operators: list[str], depth: int) -> Group | None:
-    """The interval of `x > a` or `a < x < b`, or both intervals of `x != a`; None for other relations."""
+    """Return the interval of `x > a` or `a < x < b`, or both intervals of `x != a`; None for other relations."""
     if operators == ["!="] and re.fullmatch("[a-zA-Z]", values[0]):
         excluded, below, above = read(values[1], depth + 1), read(r"-\infty"), read(r"\infty")
         return Group("", (Group("(", (below, excluded), ")"), Group("(", (excluded, above), ")")), "")
@@ -164,7 +168,7 @@ def _interval(values: list[str], operators: list[str], depth: int) -> Group | No
 
 
 def _bracketed(text: str, depth: int) -> Reading | None:
-    """A set, tuple or interval, or the content of redundant brackets; None for other texts."""
+    """Return a set, tuple or interval, or the content of redundant brackets; None for other texts."""
     if text.replace(" ", "") in (r"\emptyset", r"\{\}"):
         return Group("{", (), "}")
     whole = re.fullmatch(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])", text, re.DOTALL)
@@ -178,6 +182,7 @@ def _bracketed(text: str, depth: int) -> Reading | None:
 
 
 def _closes_at_end(text: str) -> bool:
+    """True if the first bracket of a text is closed by its last character."""
     depth = 0
     for match in re.finditer(r"[()\[\]{}]", text):
         depth += 1 if match[0] in "([{" else -1
@@ -187,7 +192,7 @@ def _closes_at_end(text: str) -> bool:
 
 
 def _quantity(text: str) -> Quantity | None:
-    """An expression with or without a unit; None for words."""
+    """Return an expression with or without a unit; None for words."""
     modulo = _MODULO.fullmatch(text)
     if modulo:
         return Quantity(modulo[1], tree_of(modulo[1]), (f"modulo {modulo[2]}", 1, Fraction(1)))
@@ -209,7 +214,7 @@ def _quantity(text: str) -> Quantity | None:
 
 
 def tree_of(text: str) -> Tree | None:
-    """The tree of an expression; None if it cannot be parsed."""
+    """Parse an expression; None if it cannot be parsed."""
     try:
         return parse(text)
     except Unreadable:
@@ -217,6 +222,7 @@ def tree_of(text: str) -> Tree | None:
 
 
 def _has_words(text: str, length: int) -> bool:
+    """True if a text has a run of at least `length` letters that is not a name in mathematics."""
     runs = re.findall(r"[a-zA-Z]+", re.sub(r"\\[a-zA-Z]+", " ", text))
     return any(len(run) >= length and not _MATH_NAME.fullmatch(run) for run in runs)
 
@@ -226,7 +232,7 @@ def _is_date(text: str) -> bool:
 
 
 def _words_of(text: str) -> tuple[str, ...]:
-    """The words in lower case and singular, without articles and leading zeros; those of a date sorted."""
+    """Return the words of a text in lower case and singular, without articles and leading zeros; those of a date are sorted."""
     plain = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|\b(?:the|an?)\s", "", re.sub(r"\\[a-zA-Z]+", " ", text).lower())
     words = [re.sub(r"(?<=[a-z]{3})s$", "", word.lstrip("0")) or "0" for word in re.findall(r"[^\W\d_]+|\d+", plain)]
     if _is_date(text):
@@ -262,6 +268,7 @@ def has_content(text: str) -> bool:
 
 
 def _same(first: Reading, second: Reading) -> bool:
+    """True if two parsed answers are equal. A relation such as `x = 3` equals its right side, and a group of one item equals the item."""
     match first, second:
         case Relation(), Relation():
             return _same_relation(first, second)
@@ -277,6 +284,7 @@ def _same(first: Reading, second: Reading) -> bool:
 
 
 def _same_relation(first: Relation, second: Relation) -> bool:
+    """True if two relations have the same solutions: the differences of their sides are proportional."""
     if first.operator != second.operator:
         return False
     if first.difference is None or second.difference is None:
@@ -289,6 +297,7 @@ def _same_relation(first: Relation, second: Relation) -> bool:
 
 
 def _same_group(first: Group, second: Group) -> bool:
+    """True if two groups have equal items; in any order for sets and for lists without brackets."""
     kinds = {first.opening + first.closing, second.opening + second.closing}
     if max(len(first.items), len(second.items)) > _MAX_ITEMS:
         return first == second
@@ -313,6 +322,7 @@ def _same_items(first: Sequence[Reading], second: Sequence[Reading], *, repeated
 
 
 def _same_quantity(first: Quantity, second: Quantity) -> bool:
+    """True if two expressions are equal in value and unit; a quantity without a known unit equals one with it."""
     if first.tree is None or second.tree is None:
         return compact(first.text) == compact(second.text) or _same_digits(first.text, second.text)
     if first.unit and second.unit:
@@ -330,7 +340,7 @@ def _same_digits(first: str, second: str) -> bool:
 
 
 def _same_without_sign(first: Quantity, second: Quantity) -> bool:
-    """True if the first is the second with a percent or degree sign; a number below 1 without a sign is not a percentage."""
+    """True if `first` is `second` with a percent or degree sign; a number below 1 without a sign is not a percentage."""
     sign = first.text.rstrip()[-1:]
     if sign not in ("%", "°") or second.text.rstrip().endswith(sign) or first.tree is None:
         return False
@@ -343,7 +353,7 @@ def _same_without_sign(first: Quantity, second: Quantity) -> bool:
 
 
 def _holds(relation: Any, first: Tree, second: Tree, **options: bool) -> bool:
-    """True if `relation` holds for two trees; if their values cannot be computed, whether the trees are equal."""
+    """Return `relation` of two trees; if their values cannot be computed, True if the trees are identical."""
     try:
         return bool(relation(first, second, **options))
     except (ArithmeticError, ValueError, TypeError, RecursionError):

@@ -35,7 +35,7 @@ class Unreadable(ValueError):
 
 
 def parse(text: str) -> Tree:
-    """The tree of a normalised text. Raises `Unreadable`."""
+    """Parse a normalised expression into a tree. Raises `Unreadable` for a text that is not one, or is longer than `MAX_CHARACTERS`."""
     parser = _Parser(text[:MAX_CHARACTERS])
     try:
         tree = parser.sum()
@@ -52,7 +52,7 @@ class _Parser:
         self.position = self.bars = 0
 
     def peek(self) -> str:
-        """The next character that is not a space; empty at the end."""
+        """Return the next character that is not a space; empty at the end."""
         while self.text.startswith(" ", self.position):
             self.position += 1
         return self.text[self.position : self.position + 1]
@@ -155,7 +155,7 @@ class _Parser:
         return (name,) if name in ("e", "i") else ("symbol", name)
 
     def applied(self, name: str) -> Tree:
-        """A function with base, power and argument; an argument without brackets is a product, as in `sin 2x`."""
+        """Parse what follows a function's name: base, power and argument; without brackets the argument is a product, as in `sin 2x`."""
         base = self.argument() if name == "log" and self.take("_") else LOG_BASE
         exponent = self.argument() if self.take("^") else Fraction(1)
         if self.peek() in ("(", "{"):
@@ -168,7 +168,7 @@ class _Parser:
         return tree if exponent == 1 else ("pow", tree, exponent)
 
     def argument(self) -> Tree:
-        r"""A bracketed expression, or one digit or symbol, as in `\frac12`."""
+        r"""Parse a bracketed expression, or one digit or symbol, as in `\frac12`."""
         char = self.peek()
         if char.isdecimal():
             self.position += 1
@@ -223,7 +223,7 @@ def proportional(first: Tree, second: Tree, *, positive: bool = False) -> bool:
 
 
 def value(tree: Tree, point: Mapping[str, Value] | None = None) -> Value:
-    """The value of a tree with the symbols' values in `point`. Raises `ArithmeticError`, `ValueError` or `KeyError`."""
+    """Compute a tree with the symbols' values in `point`. Raises `ArithmeticError`, `ValueError`, or `KeyError` for a missing symbol."""
     if isinstance(tree, Fraction):
         return tree
     if tree[0] == "symbol":
@@ -233,20 +233,21 @@ def value(tree: Tree, point: Mapping[str, Value] | None = None) -> Value:
 
 
 def symbols(tree: Tree) -> set[str]:
+    """Return the names of the symbols in a tree."""
     if isinstance(tree, Fraction):
         return set()
     return {tree[1]} if tree[0] == "symbol" else set().union(*map(symbols, tree[1:]))
 
 
 def renamed(tree: Tree, old: str, new: str) -> Tree:
-    """The tree with the symbol `new` in place of `old`."""
+    """Return the tree with the symbol `new` in place of `old`."""
     if isinstance(tree, Fraction) or tree[0] == "symbol":
         return ("symbol", new) if tree == ("symbol", old) else tree
     return (tree[0], *(renamed(part, old, new) for part in tree[1:]))
 
 
 def _pairs(first: Tree, second: Tree, base: Value = _MP.e) -> Iterator[tuple[Value, Value]]:
-    """Values of two expressions at sample points where both are defined."""
+    """Yield the values of two expressions at the sample points where both are defined. Raises `TooLarge`."""
     names = (symbols(first) | symbols(second)) - {LOG_BASE[1]}
     for number in range(len(_SIGNS) if names else 1):
         point = {name: _coordinate(name, number) for name in names} | {LOG_BASE[1]: base}
@@ -259,6 +260,7 @@ def _pairs(first: Tree, second: Tree, base: Value = _MP.e) -> Iterator[tuple[Val
 
 
 def _coordinate(name: str, number: int) -> Fraction:
+    """Return a symbol's value at sample point `number`, which depends on its name alone."""
     dice = random.Random(f"{name} {number}")
     return Fraction(dice.randint(2, 30)) if name in _WHOLE_NUMBERS else Fraction(dice.randint(20, 480) * _SIGNS[number], 89)
 
@@ -283,7 +285,7 @@ def _bits(number: Fraction) -> int:
 
 
 def _operate(name: str, *numbers: Value) -> Value:
-    """Result of an operation: exact if rational and small, otherwise with 100 digits."""
+    """Apply an operation; the result is exact if rational and small, else it has 100 digits. Raises `TooLarge`."""
     if name in _EXACT and all(isinstance(number, Fraction) and _bits(number) <= _MAX_BITS for number in numbers):
         exact = _EXACT[name](*numbers)
         if exact is not None:
@@ -299,7 +301,7 @@ def _operate(name: str, *numbers: Value) -> Value:
 
 
 def _exact_power(base: Fraction, exponent: Fraction) -> Fraction | None:
-    """The rational value of a power; None if it is irrational or too large."""
+    """Return the value of a power as a fraction; None if it is irrational or too large."""
     power, degree = exponent.as_integer_ratio()
     if degree > 1:
         if base < 0 or degree > 64:
@@ -312,15 +314,18 @@ def _exact_power(base: Fraction, exponent: Fraction) -> Fraction | None:
 
 
 def _exact_count(function: Callable[..., int]) -> Callable[..., Fraction | None]:
+    """Make an operation on integers return a fraction; it returns None for operands that are not integers from 0 to 2100."""
     return lambda *numbers: Fraction(function(*map(int, numbers))) if all(n.denominator == 1 and 0 <= n <= 2100 for n in numbers) else None
 
 
 def _sum(first: Any, second: Any) -> Any:
+    """Add two numbers; a sum that is only rounding error is 0."""
     total = first + second
     return total if abs(total) > max(abs(first), abs(second)) * _ZERO else _MP.zero
 
 
 def _power(base: Any, exponent: Any) -> Any:
+    """Compute a power; an odd root of a negative number is the real one. Raises `TooLarge`."""
     if base and abs(exponent * _MP.log(abs(base), 2)) > _MAX_EXPONENT:
         raise TooLarge("power")
     if _is_real(base) and _MP.re(base) < 0 and _is_real(exponent) and not _MP.isint(exponent):

@@ -61,7 +61,7 @@ _PLAIN = {"infinity": r"\infty", "degrees": "°", "degree": "°", "sqrt": r"\sqr
 
 
 def normalised(text: str, *, thousands: bool = True) -> str:
-    r"""The text without delimiters, fonts, spacing and thousands separators, with synonyms replaced.
+    r"""Return a text without delimiters, fonts, spacing and thousands separators, and with synonyms replaced.
 
     Example:
         normalised(r"\$1{,}000.50\text{ dollars}")  # -> "1000.50 dollars"
@@ -104,17 +104,18 @@ def is_unit(word: str) -> bool:
 
 
 def compact(text: str) -> str:
-    """The normalised text without spaces, and without braces around single characters."""
+    """Return a normalised text without spaces, and without braces around single characters."""
     return re.sub(r"\{(\w)\}", r"\1", re.sub(r"(?<!\d) | (?!\d)", "", text).replace(r"\times", "*"))
 
 
 def _named(match: re.Match[str]) -> str:
+    """Return the replacement of a LaTeX command, in the synonym that the parser knows."""
     name = _NAMES.get(match[1], match[1])
     return f"\\{name} " if (name.isalpha() and name != "or") or name in "{}" else f" {name} "
 
 
 def _spelled(match: re.Match[str]) -> str:
-    """A number in words, as `two thousand and five` or `two thirds`, in digits."""
+    """Convert a number in words, such as `two thousand and five` or `two thirds`, to digits."""
     total = part = 0
     for word in re.findall("[a-z]+", match[1].lower().replace(" and ", " ")):
         part = (part or 1) * _SCALES[word] if word in _SCALES else part + _WORDS[word]
@@ -124,7 +125,7 @@ def _spelled(match: re.Match[str]) -> str:
 
 
 def _added(match: re.Match[str]) -> str:
-    """Two amounts of one kind, the larger unit first, in the larger unit: `2 hours and 30 minutes` becomes `5/2 hours`."""
+    """Add two amounts of one kind, the larger unit first, in the larger unit: `2 hours and 30 minutes` becomes `5/2 hours`."""
     (first, size), (second, small) = (
         UNITS.get(unit) or UNITS.get(unit.removesuffix("s"), (unit, Fraction(0))) for unit in match.group(2, 4)
     )
@@ -134,5 +135,6 @@ def _added(match: re.Match[str]) -> str:
 
 
 def _binomial(match: re.Match[str]) -> str:
+    """Return `n` over `k` in LaTeX for C, and the number of permutations for P."""
     many, kind, few = match.groups()
     return rf"\binom{{{many}}}{{{few}}}" if kind == "C" else rf"\frac{{{many}!}}{{({many}-{few})!}}"
