@@ -39,7 +39,7 @@ def _json(value: Any, *, ensure_ascii: bool = False, **settings: Any) -> str:
 
 @lru_cache
 def compiled(source: str) -> Template:
-    """Compile a Jinja source. Raises `ConfigError`."""
+    """Compile the source of a chat template. Raises `ConfigError`."""
     try:
         return _environment().from_string(source)
     except TemplateError as error:
@@ -47,11 +47,12 @@ def compiled(source: str) -> Template:
 
 
 def variables(source: str) -> set[str]:
-    """The undeclared variables of a Jinja source. Raises `jinja2.TemplateError`."""
+    """Return the undeclared variables of a chat template's source. Raises `jinja2.TemplateError`."""
     return meta.find_undeclared_variables(_environment().parse(source))
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
+    """Return the sandboxed Jinja environment in which transformers renders chat templates."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = _json
     environment.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.now().strftime(form))
@@ -59,7 +60,10 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def chat_template_of(folder: Path, chat_template: str) -> str | None:
-    """The source of the template in use; None if there is none. Raises `ConfigError` if a required one is missing."""
+    """Return the source of the chat template in use; None if there is none. Raises `ConfigError` if a required one is missing.
+
+    `chat_template` is the setting `data.chat_template`.
+    """
     if chat_template == "off":
         return None
     if chat_template not in MODES:
@@ -87,7 +91,7 @@ def chat_template_of(folder: Path, chat_template: str) -> str | None:
 
 
 def json_file(file: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model; empty if the file does not exist. Raises `ConfigError`."""
+    """Return the JSON object in a file of a model; empty if the file does not exist. Raises `ConfigError` if it is not JSON."""
     if not file.is_file():
         return {}
     try:
@@ -98,7 +102,7 @@ def json_file(file: Path) -> dict[str, Any]:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """The template variables with special tokens, such as `bos_token`."""
+    """Return the special tokens that chat templates use as variables, such as `bos_token`."""
     made: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         for key, value in json_file(folder / name).items():
@@ -109,7 +113,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def one_line(error: BaseException) -> str:
-    """The first 300 characters of an error's text, on one line."""
+    """Return the first 300 characters of an error's text, on one line."""
     return " ".join(str(error).split())[:300]
 
 
@@ -134,7 +138,7 @@ def model_folder(model_directory: str | Path) -> Path:
 
 
 def light_tokenizer(folder: Path) -> Any:
-    """The tokenizer of the `tokenizers` library in a model's directory, without truncation and padding. Raises `ConfigError`.
+    """Return the tokenizer of the `tokenizers` library in a model's directory, without truncation and padding. Raises `ConfigError`.
 
     Tokens that only the tokenizer's settings list as special are special, as in transformers.
     """
@@ -154,7 +158,7 @@ def light_tokenizer(folder: Path) -> Any:
 
 
 def encode_prompt(folder: Path, tokenizer: Any) -> Callable[[str], list[int]]:
-    """A function that encodes a prompt without a chat template, with the special tokens that the model adds.
+    """Return a function that encodes a prompt without a chat template, with the special tokens that the model adds.
 
     A text that starts with the model's BOS token gets no second one.
     """
@@ -175,10 +179,9 @@ def encode_prompt(folder: Path, tokenizer: Any) -> Callable[[str], list[int]]:
 
 
 def stop_ids_of(folder: Path) -> list[int]:
-    """The end-of-sequence ids of the model, its generation config and its tokenizer, ascending.
+    """Return the end-of-sequence ids of the model, its generation config and its tokenizer, ascending.
 
-    Raises:
-        ConfigError: a value is not a token; the message has the file and the key.
+    Raises `ConfigError` with the file and the key if a value is not a token.
     """
     ids: set[int] = set()
     config, vocabulary = json_file(folder / "config.json"), _vocabulary(folder)
@@ -199,6 +202,7 @@ def stop_ids_of(folder: Path) -> list[int]:
 
 
 def _full_tokenizer(folder: Path) -> Any:
+    """Load the tokenizer by transformers, which takes seconds. Raises `ConfigError`."""
     from transformers import AutoTokenizer
 
     try:
@@ -209,7 +213,10 @@ def _full_tokenizer(folder: Path) -> Any:
 
 
 def _ids(value: Any, vocabulary: Mapping[str, int], key: str, size: Any, *, text: bool = False) -> Iterator[int]:
-    """The ids of a value: a token, an id, or a list of them; digits are a token only with `text`."""
+    """Yield the ids of a value: a token, an id, or a list of them; a text of digits is a token only with `text`.
+
+    `key` names the value in errors, `size` is the vocabulary's size if known. Raises `ConfigError`.
+    """
     for item in value if isinstance(value, list) else [] if value is None else [value]:
         token = item.get("content") if isinstance(item, dict) else item
         number = int(token) if isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 10 else token
@@ -222,7 +229,7 @@ def _ids(value: Any, vocabulary: Mapping[str, int], key: str, size: Any, *, text
 
 
 def _vocabulary(folder: Path) -> dict[str, int]:
-    """Token -> id, added tokens included."""
+    """Return token -> id of a model's tokenizer, added tokens included."""
     tokenizer = json_file(folder / "tokenizer.json")
     words = (tokenizer.get("model") or {}).get("vocab")
     if isinstance(words, list):  # a unigram model's, with scores
@@ -231,6 +238,7 @@ def _vocabulary(folder: Path) -> dict[str, int]:
 
 
 def _named(folder: Path) -> Iterator[str]:
+    """Yield the tokens that the tokenizer's settings name as special."""
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         for key, value in json_file(folder / name).items():
             if key.endswith("_token") or key in ("additional_special_tokens", "extra_special_tokens"):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from functools import lru_cache
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,11 @@ REASONING_GYM_ROWS = 10_000
 
 
 class Rows:
-    """Rows of a sequence of dicts."""
+    """Rows of a sequence of dicts; `name` is that of the source in error messages."""
 
     generated = False
 
-    def __init__(self, rows: Sequence[Any], *, name: str, digest: str) -> None:
+    def __init__(self, rows: Any, *, name: str, digest: str) -> None:
         self._rows, self._name, self.digest = rows, name, digest
 
     def __len__(self) -> int:
@@ -42,9 +43,10 @@ class Rows:
 
 
 def open_function(spec: str, *, base_dir: Path, seed: int, size: int | None, split: str, options: Mapping[str, Any]) -> Rows:
-    """Rows of a user's function that returns an iterable of dicts; it receives `seed`, `size` and `split` if it has these parameters.
+    """Return the rows of a user's function that returns an iterable of dicts; it gets `seed`, `size` and `split` if it takes them.
 
-    Raises `DataError`: the function cannot be loaded, raises, or returns something else.
+    `size` limits the rows taken from an iterator; `options` are further arguments. Raises `DataError` if the function raises or does not
+    take an argument, `PluginError` if it cannot be loaded.
     """
     function = load(spec, base_dir=base_dir)
     offered: dict[str, Any] = {"seed": seed, "split": split, **({} if size is None else {"size": size})}
@@ -59,43 +61,40 @@ def open_function(spec: str, *, base_dir: Path, seed: int, size: int | None, spl
     # The boundary to a user's function: report any error in one line.
     except Exception as error:
         raise DataError(f"{spec}: the function raised {type(error).__name__}: {' '.join(str(error).split())}") from error
-    text = json.dumps([source_digest(spec, base_dir=base_dir), spec.rpartition(":")[2], arguments], default=str, sort_keys=True)
-    return Rows(sequence, name=spec, digest=hashlib.sha256(text.encode()).hexdigest())
+    return Rows(sequence, name=spec, digest=_digest([source_digest(spec, base_dir=base_dir), spec.rpartition(":")[2], arguments]))
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, default=str, sort_keys=True).encode()).hexdigest()
 
 
 def open_tiny(task: str, *, seed: int, size: int | None, split: str) -> Rows:
-    """Rows of a built-in task, `successor` or `lake`. Other splits than `train` have held-out rows. Raises `DataError`."""
+    """Return the rows of a built-in task, `successor` or `lake`; a split other than `train` has held-out rows. Raises `DataError`."""
     from penstock.pipeline.data.tiny import lake_rows, successor_rows
 
     makers: dict[str, Callable[..., Sequence[Mapping[str, Any]]]] = {"successor": successor_rows, "lake": lake_rows}
     if task not in makers:
         raise DataError(f"tiny:{task}: no such task{nearest(task, makers)}")
     rows = list(makers[task](size or SUCCESSOR_ROWS, seed, split="train" if split == "train" else "held_out"))
-    digest = hashlib.sha256(json.dumps(rows, default=str, sort_keys=True).encode()).hexdigest()
-    return Rows(rows, name=f"tiny:{task}", digest=digest)
+    return Rows(rows, name=f"tiny:{task}", digest=_digest(rows))
 
 
-class ReasoningGym:
-    """Rows of a reasoning-gym task. Columns include the recipe of the entry, as JSON loses types that scoring needs."""
+class ReasoningGym(Rows):
+    """Rows of a reasoning-gym task. A column has the recipe of the row, because JSON loses types that scoring needs."""
 
     generated = True
 
-    def __init__(self, task: str, *, seed: int, size: int | None, split: str, options: Mapping[str, Any]) -> None:
-        self._task, self._size = task, size or REASONING_GYM_ROWS
+    def __init__(self, task: str, *, seed: int, size: int, split: str, options: Mapping[str, Any]) -> None:
         if split != "train":
             # The tasks have no splits: each split has a seed of its own.
             seed = int.from_bytes(hashlib.sha256(f"{split}/{seed}".encode()).digest()[:4], "big")
-        self._recipe = {"task": task, "seed": seed, "size": self._size, "options": dict(options)}
-        self._made = make_task(json.dumps(self._recipe, sort_keys=True))
-        text = json.dumps([self._recipe, _version()], sort_keys=True)
-        self.digest = hashlib.sha256(text.encode()).hexdigest()
-
-    def __len__(self) -> int:
-        return self._size
+        self._recipe = {"task": task, "seed": seed, "size": size, "options": dict(options)}
+        made = make_task(json.dumps(self._recipe, sort_keys=True))
+        super().__init__(made, name=f"reasoning-gym:{task}", digest=_digest([self._recipe, version("reasoning-gym")]))
 
     def raw(self, index: int) -> dict[str, Any]:
         try:
-            entry = self._made[index]
+            entry = self._rows[index]
         # The boundary to a library's 100 tasks: report any error with the row.
         except Exception as error:
             raise DataError(f"{self.origin(index)}: the task raised {type(error).__name__}: {' '.join(str(error).split())}") from error
@@ -107,13 +106,10 @@ class ReasoningGym:
             "reasoning_gym": {**self._recipe, "index": index},
         }
 
-    def origin(self, index: int) -> str:
-        return f"reasoning-gym:{self._task}:{index + 1}"
-
 
 @lru_cache(maxsize=8)
 def make_task(recipe: str) -> Any:
-    """The data set of reasoning-gym for a recipe (JSON: task, seed, size, options). Raises `DataError`."""
+    """Return reasoning-gym's data set for a recipe (JSON: task, seed, size, options). Raises `DataError` for an unknown task or option."""
     arguments = json.loads(recipe)
     task, options = arguments["task"], arguments["options"]
     try:
@@ -133,12 +129,6 @@ def make_task(recipe: str) -> Any:
     except Exception as error:
         reason = " ".join(str(error).split()) or "the data set's validation failed"
         raise DataError(f"reasoning-gym:{task} does not accept {options or 'its defaults'}: {reason}") from error
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("reasoning-gym")
 
 
 GENERATED_ROWS_CHECKED = 8
@@ -162,27 +152,21 @@ class SourceSpec:
     options: dict[str, Any]
 
 
-class Hub:
+class Hub(Rows):
     """Rows of a Hugging Face data set on the hub, in a folder of data files, or in a folder that `save_to_disk` wrote."""
 
-    generated = False
-
     def __init__(self, name: str, *, base_dir: Path, split: str, options: Mapping[str, Any]) -> None:
-        rows, self._name = _load_hub(name, base_dir=base_dir, split=split, options=dict(options)), f"hf:{name}[{split}]"
-        self.digest = hashlib.sha256(str(rows._fingerprint).encode()).hexdigest()
-        self._rows = rows.with_format("arrow")  # stored values: images and audio are not decoded
-
-    def __len__(self) -> int:
-        return len(self._rows)
+        rows = _load_hub(name, base_dir=base_dir, split=split, options=dict(options))
+        digest = hashlib.sha256(str(rows._fingerprint).encode()).hexdigest()
+        # Rows are read as Arrow tables, so that images and audio are not decoded.
+        super().__init__(rows.with_format("arrow"), name=f"hf:{name}[{split}]", digest=digest)
 
     def raw(self, index: int) -> dict[str, Any]:
         return row_of(self._rows[index], 0)
 
-    def origin(self, index: int) -> str:
-        return f"{self._name}:{index + 1}"
-
 
 def _load_hub(name: str, *, base_dir: Path, split: str, options: dict[str, Any]) -> Any:
+    """Return the rows of one split as an object of the package `datasets`; raises `DataError` if that is missing or cannot load them."""
     try:
         import datasets
     except ImportError as error:
@@ -209,7 +193,7 @@ def _load_hub(name: str, *, base_dir: Path, split: str, options: dict[str, Any])
 
 def _reasoning_gym(spec: SourceSpec) -> Source:
     options = dict(spec.options)
-    seed, size = int(options.pop("seed", spec.seed)), int(options.pop("size", spec.rows or 0)) or None
+    seed, size = int(options.pop("seed", spec.seed)), int(options.pop("size", spec.rows or 0)) or REASONING_GYM_ROWS
     return ReasoningGym(spec.name, seed=seed, size=size, split=spec.split, options=options)
 
 
@@ -236,9 +220,10 @@ def open_dataset(
 
     `x.jsonl` or `x.parquet` (also folders and globs), `hf:NAME` or `hf:FOLDER`, `reasoning-gym:TASK`, `tiny:successor`, `file.py:function`
     or `module:function`. Options follow a question mark: `hf:openai/gsm8k?config=main`, `reasoning-gym:chain_sum?max_terms=3`. `split` does
-    not apply to files; `seed` and `size` apply to sources that make their rows. The data set has the rows [start, start + limit). Raises
-    `DataError`: the source and the problem in one line. Rows are not read yet: see `check`. Raises `PluginError`: a function cannot be
-    loaded.
+    not apply to files; `seed` and `size` apply to sources that make their rows.
+
+    The data set has the rows [start, start + limit). They are validated when they are read, or all by `check`. Raises `DataError` with the
+    source and the problem in one line, `PluginError` if a function cannot be loaded.
     """
     plain, options = split_options(source)
     scheme, _, name = plain.partition(":")
@@ -257,9 +242,9 @@ def open_dataset(
 
 
 def check(dataset: Dataset, *, also: Callable[[Row], object] | None = None) -> None:
-    """Read every row (of generated data only the first few) and pass it to `also`, whose `ValueError`s are reported too.
+    """Read every row (of generated data only the first few), and pass it to `also`, whose `ValueError`s are reported too.
 
-    Raises `DataError`: one line with the origins and problems of the first unusable rows, and the number of others.
+    Raises `DataError` in one line: the origins and problems of the first unusable rows, and the number of others.
     """
     problems: list[str] = []
     more = 0

@@ -71,7 +71,7 @@ class Fields:
 
 
 class Source(Protocol):
-    """Raw rows by number."""
+    """Raw rows by number, of files, of a function or of a library."""
 
     digest: str
     """SHA-256 (hex) of the data, compared when a run is resumed."""
@@ -81,7 +81,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def raw(self, index: int) -> Mapping[str, Any]:
-        """Columns of a row. Raises `DataError` that names the row's origin."""
+        """Return the columns of a row. Raises `DataError` that names the row's origin."""
         ...
 
     def origin(self, index: int) -> str: ...
@@ -114,7 +114,7 @@ class Dataset:
         return len(self._window)
 
     def __getitem__(self, index: int) -> Row:
-        """Row number `index` of the window. Raises `DataError` that names its origin."""
+        """Return row `index` of the window. Raises `DataError` that names the row's origin."""
         number = self._window[index]
         origin = self._source.origin(number)
         return make_row(self._source.raw(number), index=number - self._window.start, origin=origin, fields=self._fields)
@@ -124,7 +124,7 @@ class Dataset:
 
 
 def make_row(raw: Mapping[str, Any], *, index: int, origin: str, fields: Fields) -> Row:
-    """Make a `Row` of raw columns; those that JSON cannot represent go to `not_json`. Raises `DataError` with `origin` in its message."""
+    """Validate the columns of a row; those that JSON cannot represent go to `not_json`. Raises `DataError` that starts with `origin`."""
     raw, replaced = _well_formed(raw)
     for name, fix in ((fields.prompt, ""), (fields.answer, '; set data.answer_field = "" if the data has no answers')):
         # The prompt column is required; of the answer columns, only one that the user has named.
@@ -158,7 +158,7 @@ class Unreadable:
 
 
 def _well_formed(raw: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """Replace lone surrogates in a row by U+FFFD, and values nested too deeply by `Unreadable`; also returns the number of surrogates."""
+    """Replace lone surrogates in a row by U+FFFD, and values nested too deeply by `Unreadable`; return it, and how many were replaced."""
     row: dict[str, Any] = {}
     total = 0
     for name, value in raw.items():
@@ -172,9 +172,9 @@ def _well_formed(raw: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
 
 
 def jsonable(value: Any, *, lenient: bool = False) -> Any:
-    """The value as JSON: dates as ISO text, decimals as numbers, NaN as null.
+    """Return a value as JSON: dates as ISO text, decimals as numbers, NaN as null.
 
-    Raises `TypeError`: JSON cannot represent the value; the message is its type. With `lenient`, its text is used instead.
+    Raises `TypeError` if JSON cannot represent the value; the message is the value's type. With `lenient`, its text is used instead.
     """
     if value is None or isinstance(value, (str, bool)):
         return value
@@ -201,13 +201,13 @@ def jsonable(value: Any, *, lenient: bool = False) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    """A numpy value as a Python value; numpy's `tolist` converts times with nanoseconds to integers."""
+    """Return a NumPy value as a Python value. `tolist` alone would convert times with nanoseconds to integers."""
     kind = str(getattr(value, "dtype", ""))
     return (value.astype(kind.replace("[ns]", "[us]")) if kind in ("datetime64[ns]", "timedelta64[ns]") else value).tolist()
 
 
 def _number(value: int | float | Decimal) -> int | float | None:
-    """A number that JSON represents without loss; None for NaN. Raises `TypeError`."""
+    """Return a number that JSON represents without loss; None for NaN. Raises `TypeError` for infinity and for too many digits."""
     if isinstance(value, int):
         if abs(value) >= LONGEST_NUMBER:
             raise TypeError("an integer of more than 4,000 digits")
@@ -227,12 +227,13 @@ def _number(value: int | float | Decimal) -> int | float | None:
 
 
 def _shown(value: Any) -> str:
+    """Return a value as JSON for an error message, truncated to `SHOWN` characters."""
     text = "null" if value is None else json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 def _prompt(value: Any, *, origin: str, name: str) -> tuple[str | None, list[dict[str, Any]] | None]:
-    """The prompt as text or as messages; the other is None. Raises `DataError`."""
+    """Return the prompt as (text, None) or (None, messages). Raises `DataError` if it is empty or neither."""
     if isinstance(value, str):
         if not value.strip():
             raise DataError(f"{origin}: the prompt (field {name!r}) is empty")
@@ -253,7 +254,7 @@ SUFFIXES = (".jsonl", ".parquet")
 
 
 def open_files(source: str, *, base_dir: Path) -> Source:
-    """Open a file, or the files of a folder or glob in the order of their names. Raises `DataError`."""
+    """Open a file, or the files of a folder or glob in the order of their names. Raises `DataError`, `MissingData` if there is none."""
     files = _find(source, base_dir)
     kinds = {file.suffix for file in files}
     if len(kinds) > 1:
@@ -281,6 +282,7 @@ class JsonLines:
         return len(self._starts)
 
     def raw(self, index: int) -> dict[str, Any]:
+        """Read and parse one line. Raises `DataError` that names the file and line."""
         file = self._files[self._file(index)]
         try:
             with file.open("rb", buffering=0) as stream:
@@ -308,9 +310,11 @@ class JsonLines:
         return f"{self._files[self._file(index)]}:{self._lines[index]}"
 
     def _file(self, index: int) -> int:
+        """Return the index of the file that has this row."""
         return bisect_right(self._firsts, index) - 1
 
     def _index(self, file: Path, hasher: Any) -> None:
+        """Add the positions of a file's rows, and its bytes to the digest. Raises `DataError` if it cannot be read."""
         start = 0
         try:
             with file.open("rb") as stream:
@@ -360,6 +364,7 @@ class Parquet:
         return f"{file}:{first + index - self._firsts[batch] + 1}"
 
     def _read(self, file: Path) -> None:
+        """Add the rows of a file, memory-mapped. Raises `DataError` for a column that occurs twice, `Refused` for a damaged file."""
         table, first = parquet.rows(file), 0
         if twice := [name for name, count in Counter(table.column_names).items() if count > 1]:
             raise DataError(f"{file}: the column {twice[0]!r} occurs twice; rename or drop one of them")
@@ -372,7 +377,7 @@ class Parquet:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises `KeyError` for a duplicate key, of which a dict would silently use the last value."""
+    """Return a JSON object as a dict. Raises `KeyError` for a duplicate key, of which `dict` would silently use the last value."""
     row = dict(pairs)
     if len(row) < len(pairs):
         raise KeyError(next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1))
@@ -380,11 +385,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def row_of(rows: pa.RecordBatch | pa.Table, index: int) -> dict[str, Any]:
+    """Return column -> Python value of one row of an Arrow table."""
     return {name: _value(column[index]) for name, column in zip(rows.schema.names, rows.columns, strict=True)}
 
 
 def _value(scalar: pa.Scalar) -> Any:
-    """An Arrow value as a Python value, maps as dicts; `Unreadable` if there is no such value."""
+    """Return an Arrow value as a Python value, maps as dicts; `Unreadable` if there is no such value."""
     try:
         return scalar.as_py(maps_as_pydicts="strict")
     except KeyError:
@@ -396,7 +402,7 @@ def _value(scalar: pa.Scalar) -> Any:
 
 
 def _find(source: str, base_dir: Path) -> list[Path]:
-    """The files of a path, folder or glob, in the order of their names. Raises `DataError`."""
+    """Return the files of a path, folder or glob, in the order of their names. Raises `MissingData` if there is none, `DataError`."""
     path = base_dir / Path(source).expanduser()
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)

@@ -26,7 +26,7 @@ class InvalidReference(ValueError):
 
 
 def accepted(reference: Any) -> tuple[str, ...]:
-    """The texts that count as correct. Raises `InvalidReference` for null, empty text, and values that are not one of `FORMS`.
+    """Return the texts that count as correct. Raises `InvalidReference` for null, empty text, and values that are not one of `FORMS`.
 
     Example:
         accepted({"ground_truth": [18.0, "eighteen"]})  # -> ("18", "eighteen")
@@ -35,13 +35,13 @@ def accepted(reference: Any) -> tuple[str, ...]:
 
 
 def reference_text(columns: str | None) -> str | None:
-    """The reference answer in a row's columns, which are JSON, as a text; None if they have none."""
+    """Return the reference answer in a row's columns, which are JSON, as text; None if there is none."""
     reference = json.loads(columns or "{}").get("answer")
     return None if reference is None else str(reference)
 
 
 def matches_reference(text: str, reference: Any) -> bool:
-    """True if `text` equals an accepted text, or an accepted number in value, except for surrounding spaces. Raises as `accepted`.
+    """True if `text` equals an accepted text, or an accepted number in value; spaces around it are ignored. Raises as `accepted`.
 
     Example:
         matches_reference("18.0 ", 18)  # -> True
@@ -53,7 +53,7 @@ def matches_reference(text: str, reference: Any) -> bool:
 
 
 def with_facts(columns: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge columns and facts. A fact hides the column of the same name, whose value stays under `columns`.
+    """Return the columns together with `facts`. A fact hides the column of the same name, whose value stays under `columns`.
 
     Example:
         with_facts({"level": 2, "step": "x"}, {"step": 7})  # -> {"level": 2, "step": 7, "columns": {"step": "x"}}
@@ -66,6 +66,7 @@ def with_facts(columns: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str
 
 
 def _alternatives(reference: Any) -> Iterator[str | int | float]:
+    """Yield the texts and numbers that a reference answer accepts. Raises `InvalidReference`."""
     if isinstance(reference, Mapping) and GROUND_TRUTH in reference:
         reference = reference[GROUND_TRUTH]
     if not isinstance(reference, list | tuple):
@@ -81,7 +82,7 @@ def _alternatives(reference: Any) -> Iterator[str | int | float]:
 
 
 def _single(reference: Any) -> str | int | float:
-    """Text without surrounding spaces, or a number. Raises `InvalidReference` for anything else."""
+    """Return a text without surrounding spaces, or a number. Raises `InvalidReference` for anything else."""
     if isinstance(reference, str) and reference.strip():
         return reference.strip()
     if isinstance(reference, int | float) and not isinstance(reference, bool) and isfinite(reference):
@@ -90,7 +91,7 @@ def _single(reference: Any) -> str | int | float:
 
 
 def _written(reference: str | int | float) -> Iterator[str | int | float]:
-    """The value; before it, if it was a 32-bit float, the shortest decimal number that rounds to the same float."""
+    """Yield the value; before it, if it was a 32-bit float, the shortest decimal number that rounds to the same float."""
     if isinstance(reference, float) and not reference.is_integer() and len(_decimal(reference).as_tuple().digits) > WRITTEN_DIGITS:
         short = np.float32(reference)
         if short == reference:
@@ -99,6 +100,7 @@ def _written(reference: str | int | float) -> Iterator[str | int | float]:
 
 
 def _named(reference: Any) -> str:
+    """Return a value that cannot be a reference answer as words for an error message."""
     if reference is None:
         return "null"
     if isinstance(reference, str):
@@ -115,5 +117,5 @@ def _decimal(number: int | float) -> Decimal:
 
 
 def _digits(number: int | float) -> str:
-    """A number without an exponent, and without a decimal point if it is an integer."""
+    """Return a number as text without an exponent, and without a decimal point if it is an integer."""
     return str(number) if isinstance(number, int) else format(_decimal(number + 0.0).normalize(), "f")

@@ -60,7 +60,7 @@ class PromptOrder:
         self._taken = [0] * len(self.sizes)
 
     def at(self, index: int) -> RowId:
-        """The row at an index of the order, counted from 0."""
+        """Return the row at an index of the order, counted from 0."""
         index += self.first
         source, before = (0, index) if len(self.sizes) == 1 else self._turn(index)
         size = self.sizes[source]
@@ -70,6 +70,7 @@ class PromptOrder:
         return RowId(source, epoch, row)
 
     def _turn(self, index: int) -> tuple[int, int]:
+        """Return the source at an index of a mixture, and the number of its rows before; computed in order and kept."""
         while len(self._turns) <= index:  # the source whose next row is due first, if the rows of each are evenly spaced
             due = [(taken + 0.5) / weight for taken, weight in zip(self._taken, self.weights, strict=True)]
             source = due.index(min(due))
@@ -79,7 +80,7 @@ class PromptOrder:
 
 
 def order(seed: int, n: int, size: int, *, shuffle: bool = True) -> tuple[int, int]:
-    """Epoch and row of group `n` over a data set of `size` rows; each epoch visits every row once."""
+    """Return (epoch, row) of group `n` over a data set of `size` rows; each epoch visits every row once."""
     if n < 0 or size < 1:
         raise ValueError(f"group {n} of a data set with {size} rows: expected n >= 0 and size >= 1")
     epoch, index = divmod(n, size)
@@ -88,13 +89,14 @@ def order(seed: int, n: int, size: int, *, shuffle: bool = True) -> tuple[int, i
 
 @lru_cache(maxsize=2)
 def _permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
+    """Return the shuffled row numbers of one epoch, the same in every process."""
     # Sorts Philox's raw stream: numpy guarantees the stream of a bit generator over its releases, but not Generator.permutation's.
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")
 
 
 def ascending(dataset: Dataset, column: str) -> NDArray[np.int64]:
-    """Row numbers in ascending order of a column (stable). Raises `DataError` for a value that is not a number."""
+    """Return the row numbers in ascending order of a column; equal values keep their order. Raises `DataError` for a value not a number."""
     values = []
     for row in dataset:
         value = row.columns.get(column)
@@ -117,7 +119,7 @@ class Choice(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Choices:
-    """Chooses the next prompt, from the prompts requested so far and their outcomes."""
+    """Chooses the row of the next prompt from the prompts requested so far and the outcomes of their groups, for the feeder."""
 
     order: PromptOrder
     limit: int | None = None
@@ -146,7 +148,7 @@ class Choices:
         return self.solved is not None or self.unsolved is not None
 
     def next(self) -> Choice | None:
-        """The choice for the next group; None if there is none, now or for good."""
+        """Return the choice for the next group; None if there is none now or, if `exhausted`, for good."""
         if self.awaiting:
             group = min(self.awaiting)
             return self.awaiting[group]._replace(again=group)
@@ -169,11 +171,11 @@ class Choices:
 
     @property
     def exhausted(self) -> bool:
-        """True if no prompt will follow; open groups may still be abandoned."""
+        """True if no prompt will follow, unless an open group is abandoned and retried."""
         return self.limit is not None and self.next_position >= self.limit and not self.awaiting
 
     def requested(self, group: int, choice: Choice) -> None:
-        """Record that a choice became a group's prompt."""
+        """Record that a choice became the prompt of a group, in this process or, after a restart, in the log."""
         self._requested[group] = choice
         if choice.again is not None:
             self.repeated += 1
@@ -186,7 +188,7 @@ class Choices:
             self._reward[choice.turn] = None
 
     def ended(self, group: int, *, outcome: str | None, reward: float | None) -> None:
-        """Record a group's outcome; an abandoned group is retried once."""
+        """Record a group's outcome and mean reward; an abandoned group is retried once."""
         choice = self._requested.pop(group, None)
         if choice is None:
             return
@@ -202,11 +204,15 @@ class Choices:
             self._reward.pop(choice.turn, None)
 
     def _skips(self, reward: float) -> bool:
+        """True if a row whose group had this mean reward in the epoch before is skipped."""
         return (self.solved is not None and reward >= self.solved) or (self.unsolved is not None and reward <= self.unsolved)
 
 
 def choice_of(prompt: Prompt, *, rows_before: Mapping[int, int]) -> Choice:
-    """The choice that led to a recorded prompt; `rows_before` contains for each source the number of rows in earlier sources."""
+    """Return the choice that led to a recorded prompt, so that a restarted feeder continues after it.
+
+    `rows_before` is source -> number of rows in earlier sources.
+    """
     source = max(number for number, rows in rows_before.items() if rows <= prompt.row)
     turn = RowId(source, prompt.epoch, prompt.row - rows_before[source])
     return Choice(prompt.group if prompt.place is None else prompt.place, turn, prompt.again)
@@ -227,12 +233,12 @@ class Data:
         return [0, *itertools.accumulate(map(len, self.sources.values()))][:-1]
 
     def at(self, number: int) -> tuple[int, int]:
-        """Source and index of a row by its number in the log."""
+        """Return (source, index) of a row by its number in the log."""
         source = bisect_right(self.rows_before, number) - 1
         return source, number - self.rows_before[source]
 
     def row(self, source: int, index: int) -> Row:
-        """Row `index` of source number `source`; in a mixture the column `data_source` contains the source's name."""
+        """Return row `index` of source number `source`; in a mixture the column `data_source` has the source's name."""
         name = list(self.sources)[source]
         return self._named(self.sources[name][index], name)
 
@@ -242,6 +248,7 @@ class Data:
         return replace(row, columns=with_facts(row.columns, {SOURCE_COLUMN: name}))
 
     def order(self, config: Config) -> PromptOrder:
+        """Return the order in which a run uses the rows: shuffled, mixed by weight, or sorted by a column. Raises `DataError`."""
         data, sizes = config.data, [len(source) for source in self.sources.values()]
         ranks = [ascending(source, data.sort_by) if data.sort_by else None for source in self.sources.values()]
         weights = data.weights or [float(size) for size in sizes]
@@ -254,7 +261,7 @@ class Data:
 
 
 def open_data(config: Config) -> Data:
-    """Open the training prompts. Raises `DataError` with the configuration key."""
+    """Open the training prompts. Raises `DataError` with the configuration key if a source cannot be read or all rows are skipped."""
     data = Data({source_name(source): _opened(config, source, config.data, key="data.source") for source in config.data_sources})
     if len({row for row in config.data.skip_rows if row < len(data)}) == len(data):
         raise DataError(f"data.skip_rows: all {len(data)} rows are skipped; shorten the list")
@@ -267,6 +274,7 @@ def open_eval_data(config: Config) -> dict[str, Dataset]:
 
 
 def _opened(config: Config, source: str, rows: DataSection | EvalSection, *, key: str) -> Dataset:
+    """Open one source with the settings of its section, `data` or `eval`. Raises `DataError` that starts with the configuration key."""
     try:
         return open_dataset(
             source, prompt_field=config.data.prompt_field, answer_field=config.data.answer_field, split=rows.split, start=rows.start,
@@ -281,7 +289,10 @@ def _opened(config: Config, source: str, rows: DataSection | EvalSection, *, key
 
 
 def pool_of(row: Row, config: Config) -> str | None:
-    """The pool that lists the row's tag, or the pool without tags; None if the run has no pools. Raises `DataError`."""
+    """Return the name of the rollout pool that accepts the row's tag, else of the pool without tags; None if the run has no pools.
+
+    Raises `DataError` if the row has no tag or no pool accepts it.
+    """
     field, pools = config.data.tag_field, config.rollout.pools
     if not pools or field is None:
         return None
@@ -298,7 +309,7 @@ def pool_of(row: Row, config: Config) -> str | None:
 
 
 def described(sources: Sequence[str], opened: Mapping[str, Dataset], *, context: str) -> list[dict[str, Any]]:
-    """Description of data sets for the run's record; `context` is training or evaluation."""
+    """Return a row (name, source, digest, rows, context) per data set for the run's record; `context` is training or evaluation."""
     return [
         {"name": name, "source": source, "digest": rows.digest, "rows": len(rows), "context": context}
         for source, (name, rows) in zip(sources, opened.items(), strict=True)
@@ -306,7 +317,7 @@ def described(sources: Sequence[str], opened: Mapping[str, Dataset], *, context:
 
 
 def refuse_changed(info: Mapping[str, Any], sources: Sequence[str], opened: Mapping[str, Dataset], *, context: str, run: str) -> None:
-    """Raise `ConfigError` with the source and both digests if the rows differ from those in the record's `info`."""
+    """Raise `ConfigError` with the source and both digests if a data set differs from that in the record's `info`."""
     recorded = {row["source"]: row for row in info.get("data", ()) if row["context"] == context}
     for row in described(sources, opened, context=context):
         before = recorded.get(row["source"], row)

@@ -72,10 +72,9 @@ class Renderer:
         )
 
     def render(self, row: Row) -> tuple[str, NDArray[np.int32]]:
-        """Text of a row's prompt, and its token ids, int32 [L].
+        """Return the text of a row's prompt, and its token ids, int32 [L].
 
-        Raises:
-            DataError: with the row's origin: too long, empty, messages without a template, or refused by the template.
+        Raises `DataError` with the row's origin if the prompt is too long, empty, refused by the template, or messages without a template.
         """
         text, ids = self._rendered(row)
         if not ids:
@@ -89,7 +88,7 @@ class Renderer:
         return self._template is None or self._template.ends_turns()
 
     def messages(self, row: Row) -> list[dict[str, Any]] | None:
-        """The chat messages of a row's prompt; None without a chat template."""
+        """Return the chat messages of a row's prompt, with the system prompt; None without a chat template."""
         if self._template is None:
             return None
         messages = list(row.messages) if row.messages is not None else [{"role": "user", "content": row.prompt}]
@@ -98,7 +97,7 @@ class Renderer:
         return messages
 
     def _rendered(self, row: Row) -> tuple[str, list[int]]:
-        """Text and token ids, by the chat template if there is one. Raises `DataError`."""
+        """Return text and token ids, by the chat template if there is one. Raises `DataError`."""
         if self._template is None:
             if row.prompt is None:
                 why = "data.chat_template is off" if self._mode == "off" else "the model has no chat template; set it to a Jinja file"
@@ -123,17 +122,18 @@ class Decoder:
         self._tokenizer = light_tokenizer(model_folder(model_directory))
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
+        """Return the text of token ids, without special tokens."""
         return str(self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=True))
 
     def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text; no special tokens are added."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def digests(model_directory: str | Path, *, chat_template: str = "auto") -> Digests:
-    """The digests of a model's files for the run's record; every worker compares them with its own copy of the model.
+    """Return the digests of a model's files for the run's record; every worker compares them with its own copy of the model.
 
-    Raises:
-        ValueError: the directory, its tokenizer.json or the template is missing.
+    Raises `ValueError` if the directory, its tokenizer.json or the template is missing.
     """
     folder = model_folder(model_directory)
     tokenizer = hashlib.sha256()

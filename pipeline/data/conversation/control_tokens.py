@@ -41,14 +41,16 @@ class ControlTokens:
         """Ids of control tokens that the tokenizer also matches in normalised spellings, such as full-width letters."""
 
     def escape(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message with placeholders for control tokens in its texts; in an assistant message only for the special ones."""
         finder = self._in_assistant if message.get("role") == "assistant" else self._in_texts
         return {key: self._escaped(value, finder) for key, value in message.items()}
 
     def escape_text(self, value: Any) -> Any:
+        """Return a JSON value, such as tool schemas, with placeholders for control tokens in its texts."""
         return self._escaped(value, self._in_texts)
 
     def jointed(self, value: Any) -> Any:
-        """The value with separators around texts that could form a control token with adjacent text; roles are unchanged."""
+        """Return the value with separators around texts that could form a control token with adjacent text; roles are unchanged."""
         if isinstance(value, str):
             joint = self._mark(_JOINT)
             prefixes, suffixes = self._edges
@@ -64,11 +66,11 @@ class ControlTokens:
         return self.restore(text) == self.restore(apart) and self._written(text) != self._written(apart)
 
     def restore(self, text: str) -> str:
-        """The rendered text with the literals in place of their placeholders."""
+        """Return a rendered text with the literals in place of their placeholders."""
         return _MARKS.sub(lambda mark: self._literals[int(mark[1])], text) if _MARK in text else text
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a rendered text, without the special tokens that the tokenizer adds."""
+        """Return the token ids of a rendered text, without the special tokens that the tokenizer would add."""
         if _MARK not in text:
             ids = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
             if not self._loose or sum(token in self._loose for token in ids) <= sum(
@@ -91,20 +93,25 @@ class ControlTokens:
         return [self._escaped(inner, finder) for inner in value] if isinstance(value, list | tuple) else value
 
     def _written(self, text: str) -> list[str]:
+        """Return the added tokens that occur in a text, in order."""
         return [content for _, _, content in self._anywhere.find(text)]
 
     def _mark(self, literal: str) -> str:
+        """Return the placeholder for a literal."""
         return f"{_MARK}{self._numbers[literal]}XJZQ"
 
     @staticmethod
     def _with_spaces(text: str, start: int, end: int, token: Any) -> tuple[int, int]:
-        """The span of a token; some tokens include adjacent white space."""
+        """Return the range of a token in a text; some tokens include adjacent white space."""
         if token.lstrip:
             start = len(text[:start].rstrip())
         return start, len(text) - len(text[end:].lstrip()) if token.rstrip else end
 
     def _as_text(self, text: str, *, first: bool) -> list[int]:
-        """Token ids of a text part without control tokens; `first`: the part starts the rendered text."""
+        """Return the token ids of a part of a text that has no control tokens; `first`: the part starts the rendered text.
+
+        Raises `TemplateRefused` for a character that can only be encoded as a control token.
+        """
         text = self.restore(text)
         plain = self._plain(first)
         ids, done = [], 0
@@ -153,6 +160,7 @@ class _Finder:
         self.longest = max(self._lengths, default=0)
 
     def find(self, text: str) -> Iterator[tuple[int, int, str]]:
+        """Yield (start, end, word) of each occurrence of a word, without overlaps."""
         done = 0
         for match in self._starts.finditer(text):
             start = match.start()
@@ -164,6 +172,7 @@ class _Finder:
                 yield start, done, word
 
     def replace(self, text: str, made: Any) -> str:
+        """Return the text with each word replaced by `made(word)`."""
         pieces, done = [], 0
         for start, end, word in self.find(text):
             pieces += [text[done:start], made(word)]

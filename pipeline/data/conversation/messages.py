@@ -17,7 +17,7 @@ _SHOWN = 80
 
 
 def messages_of(value: list[Any]) -> list[dict[str, Any]]:
-    """The messages of a prompt. Raises `ValueError` for a message without a role or text."""
+    """Return the messages of a prompt, without null fields. Raises `ValueError` for a message without a role or text."""
     messages = [_without_nulls(message) for message in value]
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
@@ -33,7 +33,7 @@ def messages_of(value: list[Any]) -> list[dict[str, Any]]:
 
 
 def tools_of(value: Any) -> list[dict[str, Any]] | None:
-    """The tools in a column: a list of schemas, or JSON text of such a list; None if there are none. Raises `ValueError`."""
+    """Return the tools in a row's column: a list of schemas, or JSON text of such a list; None if there are none. Raises `ValueError`."""
     if isinstance(value, str) and value.strip():
         try:
             value = well_formed_json(json.loads(value))[0]
@@ -50,6 +50,7 @@ def tools_of(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _check_parts(parts: list[Any], number: int) -> None:
+    """Raise `ValueError` if the content of message `number` has a part that is not text, such as an image."""
     for part in parts:
         if not isinstance(part, str) and not (
             isinstance(part, dict) and part.get("type") in TEXT_PARTS and isinstance(part.get("text", part.get("refusal", "")), str)
@@ -59,12 +60,14 @@ def _check_parts(parts: list[Any], number: int) -> None:
 
 
 def _has_text(content: Any) -> bool:
+    """True if a message's content is more than white space."""
     if isinstance(content, list):
         return any(_has_text(part if isinstance(part, str) else part.get("text", "")) for part in content)
     return isinstance(content, str) and bool(content.strip())
 
 
 def _decoded(tool: Any) -> Any:
+    """Return a tool that is JSON text as a JSON value, any other value unchanged."""
     try:
         return json.loads(tool) if isinstance(tool, str) else tool
     except (ValueError, RecursionError):
@@ -72,12 +75,14 @@ def _decoded(tool: Any) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
+    """Return a JSON value without null fields, which columns of Arrow data sets add to each message."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _shown(value: Any) -> str:
+    """Return a value as JSON for an error message, truncated to `_SHOWN` characters."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
@@ -91,7 +96,7 @@ class TemplateRefused(ValueError):
 
 
 def text_of(message: Message) -> str:
-    """The text of a message; parts of type "text" are concatenated. Raises `TemplateRefused` for other parts, such as images."""
+    """Return the text of a message; parts of type "text" are concatenated. Raises `TemplateRefused` for other parts, such as images."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
@@ -103,7 +108,7 @@ def text_of(message: Message) -> str:
 
 
 def shortened(text: str, tokens: int, tokenizer: Any) -> str:
-    """The first `tokens` tokens of a text with a note that it was truncated; the text itself if it is not longer.
+    """Return the first `tokens` tokens of a text with a note that it was truncated; the text itself if it is not longer.
 
     Example:
         shortened("one two three", 2, tokenizer)  # -> "one two [truncated: the first 2 of 3 tokens]"
@@ -115,9 +120,9 @@ def shortened(text: str, tokens: int, tokenizer: Any) -> str:
 
 
 def plain(message: Message, *, developer: bool = False) -> dict[str, Any]:
-    """A message as chat templates expect it: text content, tool-call arguments decoded if they are JSON objects, no null fields.
+    """Return a message as templates expect it: text content, arguments of tool calls decoded if they are JSON objects, no null fields.
 
-    `developer`: the template supports the role `developer`; otherwise it becomes `system`.
+    `developer`: the template supports the role `developer`; otherwise it becomes `system`. Raises `TemplateRefused`.
     """
     role = message.get("role")
     if not isinstance(role, str):
@@ -136,10 +141,10 @@ def plain(message: Message, *, developer: bool = False) -> dict[str, Any]:
 
 
 def digests(messages: Iterable[Message], tools: Tools | None) -> list[bytes]:
-    """SHA-256 digests of all prefixes of a conversation: the tools alone, then with one more message each.
+    """Return the SHA-256 digests of all prefixes of a conversation: of the tools alone, then with one more message each.
 
-    Only role, text, and names and arguments of tool calls count: clients drop reasoning, reorder keys, and replace "" by null. White
-    space around the policy's own text is ignored.
+    Only role, text, and names and arguments of tool calls count: clients drop reasoning, reorder keys, and replace "" by null. White space
+    around the policy's own text is ignored.
     """
     hasher = hashlib.sha256(json.dumps(tools or [], sort_keys=True, default=str).encode())
     made = [hasher.digest()]
@@ -153,6 +158,7 @@ def digests(messages: Iterable[Message], tools: Tools | None) -> list[bytes]:
 
 
 def _calls(message: Message) -> Sequence[Any]:
+    """Return the tool calls of a message. Raises `TemplateRefused` if they are not a list."""
     calls = message.get("tool_calls") or ()
     if not isinstance(calls, list | tuple):
         raise TemplateRefused('a message has "tool_calls" that are not a list of {"function": {"name": ..., "arguments": ...}}')
@@ -160,7 +166,7 @@ def _calls(message: Message) -> Sequence[Any]:
 
 
 def _function(call: Any) -> dict[str, Any]:
-    """A tool call as name and arguments, decoded if they are a JSON object. Raises `TemplateRefused`."""
+    """Return a tool call as name and arguments, decoded if they are a JSON object. Raises `TemplateRefused`."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise TemplateRefused('a tool call has no {"function": {"name": ..., "arguments": ...}}')
@@ -183,28 +189,28 @@ class ParsedCompletion:
 
 
 class Template(Protocol):
-    """One stateless object per process, shared by its conversations."""
+    """How a model reads a conversation: messages to token ids and back. Stateless: one object per process, shared by its conversations."""
 
     def render(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
-        """The ids of a conversation with the generation prompt. Raises `TemplateRefused`."""
+        """Return the token ids of a conversation with the generation prompt. Raises `TemplateRefused`."""
         ...
 
     def bridge(self, messages: Sequence[Message], prefix: int, tools: Tools | None, last: int) -> list[int] | None:
-        """The ids between a completion and the next one, without rendering the completion.
+        """Return the token ids between a completion and the next one, without rendering the completion.
 
-        `messages[prefix - 1]` is the completion, `last` its last generated id: a stop id at its end is not repeated.
-        None if the template does not allow appending; the full conversation is then rendered.
+        `messages[prefix - 1]` is the completion, `last` its last generated id: a stop id at its end is not repeated. None if the template
+        does not allow appending; the caller then renders the full conversation.
         """
         ...
 
     def shortened(self, text: str, tokens: int) -> str:
-        """The first `tokens` tokens of a text with a note that it was truncated; the text itself if it is not longer."""
+        """Return the first `tokens` tokens of a text with a note that it was truncated; the text itself if it is not longer."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         ...
 
     def parse(self, token_ids: Sequence[int], before: Sequence[int], tools: Tools | None, calls: int) -> ParsedCompletion:
-        """The message in generated ids; `before` are the last ids of the context, `calls` is the number of earlier tool calls."""
+        """Return the message in generated ids; `before` are the last ids of the context, `calls` is the number of earlier tool calls."""
         ...

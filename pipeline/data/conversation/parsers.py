@@ -26,7 +26,7 @@ class _MalformedCall(ValueError):
 
 
 def split_reasoning(text: str, *, opened: bool) -> tuple[str | None, str]:
-    """The text in `<think>` ... `</think>`, None if there is none, and the remaining text.
+    """Return the text in `<think>` ... `</think>` (None if there is none), and the remaining text.
 
     `opened`: the prompt ends with `<think>`. Truncated reasoning has no rest.
     """
@@ -38,7 +38,7 @@ def split_reasoning(text: str, *, opened: bool) -> tuple[str | None, str]:
 
 
 def split_harmony(text: str) -> tuple[str | None, str]:
-    """The "analysis" channel of gpt-oss (None if there is none), and the text of the other channels with unparsed tool calls."""
+    """Return the "analysis" channel of gpt-oss (None if there is none), and the text of the other channels with unparsed tool calls."""
     if "<|message|>" not in text:
         return None, text
     thoughts: list[str] = []
@@ -53,7 +53,7 @@ def split_harmony(text: str) -> tuple[str | None, str]:
 
 
 def read_calls(text: str, form: str, start: int = 0) -> tuple[str, list[dict[str, Any]], list[str]]:
-    """The content without the calls, the calls in OpenAI's format, and an error message for each call that cannot be parsed.
+    """Return the text without tool calls, the calls in OpenAI's format, and an error message for each call that cannot be parsed.
 
     `form` is a key of `FORMATS`. Calls get ids of nine letters and digits, as Mistral's template requires, numbered from `start`.
     """
@@ -79,12 +79,12 @@ def read_calls(text: str, form: str, start: int = 0) -> tuple[str, list[dict[str
 
 
 def format_of(template: str) -> str:
-    """The format of tool calls in a chat template's source; Hermes' if none is recognised."""
+    """Return the key in `FORMATS` of the tool calls of a chat template, from its source; "hermes" if none is recognised."""
     return next((form for mark, form in _MARKS if mark in template), "hermes")
 
 
 def _call(value: Any) -> tuple[str, dict[str, Any]]:
-    """Name and arguments of a tool call in JSON. Raises `_MalformedCall`."""
+    """Return name and arguments of a tool call in JSON. Raises `_MalformedCall`."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
@@ -108,11 +108,13 @@ def _json(text: str) -> Any:
 
 
 def _call_or_list(text: str) -> Calls:
+    """Parse a tool call or a list of them in JSON. Raises `_MalformedCall`."""
     value = _json(text.strip())
     return [_call(item) for item in value] if isinstance(value, list) else [_call(value)]
 
 
 def _hermes(match: re.Match[str]) -> Calls:
+    """Parse what is between `<tool_call>` tags: JSON, or Qwen3-Coder's XML."""
     inner = match["call"].strip()
     if match["end"] is None:
         raise _MalformedCall("it has no </tool_call>")
@@ -120,7 +122,7 @@ def _hermes(match: re.Match[str]) -> Calls:
 
 
 def _xml(text: str) -> Calls:
-    """Qwen3-Coder's `<function=f><parameter=x>1</parameter></function>`; parameters that are JSON are decoded."""
+    """Parse Qwen3-Coder's `<function=f><parameter=x>1</parameter></function>`; parameters that are JSON are decoded."""
     made: Calls = []
     for name, body in re.findall(r"<function=([^>\s]+)>(.*?)</function>", text, re.DOTALL):
         arguments = {}
@@ -136,7 +138,7 @@ def _xml(text: str) -> Calls:
 
 
 def _in_sequence(match: re.Match[str]) -> Calls:
-    """Llama 3: JSON objects, optionally separated by semicolons."""
+    """Parse Llama 3's JSON objects, optionally separated by semicolons."""
     text, made, decoder = match["call"].strip(), [], json.JSONDecoder(strict=False)
     while text:
         try:
@@ -149,7 +151,7 @@ def _in_sequence(match: re.Match[str]) -> Calls:
 
 
 def _mistral(match: re.Match[str]) -> Calls:
-    """`[TOOL_CALLS]` with a JSON list, or with a name, an optional `[ARGS]`, and a JSON object."""
+    """Parse `[TOOL_CALLS]` with a JSON list, or with a name, an optional `[ARGS]`, and a JSON object."""
     text = match["call"].strip()
     if text.startswith(("[{", "{")) or not (named := re.match(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*)", text, re.DOTALL)):
         return _call_or_list(text)
@@ -157,7 +159,7 @@ def _mistral(match: re.Match[str]) -> Calls:
 
 
 def _pythonic(match: re.Match[str]) -> Calls:
-    """`[f(x=1), g()]`: literals only; nothing is evaluated."""
+    """Parse `[f(x=1), g()]`, literals only; nothing is evaluated."""
     try:
         tree = ast.parse(match["call"].strip(), mode="eval").body
         items = tree.elts if isinstance(tree, ast.List) else [tree]
@@ -168,6 +170,7 @@ def _pythonic(match: re.Match[str]) -> Calls:
 
 
 def _name(call: ast.expr) -> str:
+    """Return the name of the function that a Python expression calls. Raises `ValueError` unless it has only keyword arguments."""
     if not isinstance(call, ast.Call) or call.args or any(key.arg is None for key in call.keywords):
         raise ValueError
     return ast.unparse(call.func)

@@ -53,6 +53,7 @@ class Segment:
 
     @property
     def prompt(self) -> int:
+        """Number of tokens before the first generated one."""
         return self.parts[0].end
 
 
@@ -108,6 +109,7 @@ class _Turn:
     """True once a later context extends this turn."""
 
     def ids(self) -> list[Int32s]:
+        """Return the token ids from the start of the conversation to the end of this turn, in pieces."""
         pieces: list[Int32s] = []
         turn: _Turn | None = self
         while turn is not None:
@@ -134,12 +136,13 @@ class Conversation:
 
     @property
     def turns(self) -> int:
+        """Number of recorded completions."""
         return len(self._turns)
 
     def context(self, messages: Sequence[Message], tools: Tools | None = None) -> Context:
-        """The engine's input for the turn after `messages`, which include earlier completions.
+        """Return the engine's input for the turn after `messages`, which include earlier completions.
 
-        Raises `TemplateRefused`: the template cannot render the messages.
+        Raises `TemplateRefused` if the template cannot render the messages.
         """
         tools = self._tools if tools is None else tools
         history = digests(messages, tools)
@@ -190,7 +193,7 @@ class Conversation:
         return AssistantTurn(parsed.message, parsed.malformed, finish, len(ids))
 
     def segments(self) -> tuple[Segment, ...]:
-        """The sequences to train, in the order of their first contexts."""
+        """Return the sequences to train, in the order of their first contexts."""
         chains: list[list[_Turn]] = []
         ends: dict[_Turn, list[_Turn]] = {}
         for turn in sorted(self._turns, key=lambda turn: turn.number):
@@ -204,7 +207,10 @@ class Conversation:
     def _extension(
         self, messages: Sequence[Message], tools: Tools | None, parent: _Turn | None, prefix: int
     ) -> tuple[_Turn | None, Int32s | None, int]:
-        """The turn that the messages extend, the ids up to the next completion, and how many of them are in the turn's segment."""
+        """Return the turn that the messages extend, the ids up to the next completion, and how many of them are in the turn's segment.
+
+        (None, None, 0) if the conversation has to be rendered again.
+        """
         if not self._exact or parent is None or any(message.get("role") == "assistant" for message in messages[prefix:]):
             return None, None, 0
         bridge = self._template.bridge(messages, prefix, tools, int(parent.completion[-1]))
@@ -214,14 +220,17 @@ class Conversation:
         return parent, np.concatenate([*pieces, np.asarray(bridge, np.int32)]), sum(map(len, pieces))
 
     def _parent(self, history: list[bytes]) -> tuple[_Turn | None, int]:
-        """The turn at the end of the longest recorded prefix of the messages; of several, the latest that no context extends yet."""
+        """Return the turn at the end of the longest recorded prefix of the messages, and the number of messages in it; (None, 0) if none.
+
+        Of several such turns, the latest that no context extends yet. `history` are the digests of the prefixes.
+        """
         for prefix in range(len(history) - 1, 0, -1):
             if turns := self._turns_by_history.get(history[prefix]):
                 return max(turns, key=lambda turn: (not turn.continued, turn.number)), prefix
         return None, 0
 
     def _longest_prefix(self, ids: Int32s) -> tuple[_Turn | None, int]:
-        """The turn whose tokens up to its end are the longest prefix of `ids`, and their number."""
+        """Return the turn whose tokens up to its end are the longest prefix of `ids`, and their number; (None, 0) if there is none."""
         ends: dict[_Turn, int] = {}
         best: tuple[int, bool, int, _Turn] | None = None
         for turn in self._turns:
@@ -236,7 +245,7 @@ class Conversation:
 
 
 def _stopped(ids: Sequence[int], stop: Sequence[str], template: Template) -> tuple[int, str] | None:
-    """The smallest number of tokens whose text contains one of `stop`, and that text; None if none does."""
+    """Return the smallest number of tokens whose text contains one of `stop`, and that text; None if no text does."""
     if not any(text in template.decode(ids) for text in stop):
         return None
     fewest = bisect_left(range(len(ids)), True, key=lambda count: any(text in template.decode(ids[:count]) for text in stop))
@@ -245,13 +254,14 @@ def _stopped(ids: Sequence[int], stop: Sequence[str], template: Template) -> tup
 
 
 def _cut(message: dict[str, Any], stop: str) -> None:
+    """Truncate a message's reasoning and content before the text `stop`."""
     for key in ("reasoning_content", "content"):
         if text := message.get(key):
             message[key] = text.partition(stop)[0]
 
 
 def _segment(chain: list[_Turn]) -> Segment:
-    """One sequence to train, from turns each of which extends the one before."""
+    """Return the sequence to train from turns each of which extends the one before."""
     ids: list[Int32s] = []
     mask, logprobs, versions, parts = [], [], [], []
     length = 0

@@ -58,7 +58,7 @@ _NEWS = "WVKY1WVKY"
 def template_of(
     model_directory: str | Path, *, chat_template: str = "auto", stop_ids: Sequence[int], arguments: Mapping[str, Any] | None = None
 ) -> Template:
-    """The chat template of a model, or a `PlainTemplate` if there is none; `chat_template` as in `data.chat_template`.
+    """Return the chat template of a model, or a `PlainTemplate` if it has none; `chat_template` is the setting of this name.
 
     `stop_ids` end a completion. `arguments` are passed to the template. Raises `ConfigError`.
     """
@@ -81,6 +81,7 @@ class Form:
     """True if the arguments of tool calls are JSON text and not objects."""
 
     def of(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message in this form."""
         content, calls = message["content"], message.get("tool_calls")
         if content and self.parts:
             content = [{"type": "text", "text": content}]
@@ -91,13 +92,13 @@ class Form:
 
 
 def _text_form(render: Callable[[list[dict[str, Any]]], str]) -> Form:
-    """The first form in which a rendered message contains its text."""
+    """Return the first form in which a rendered message contains its text."""
     forms = (Form(), Form(parts=True))
     return next((form for form in forms if _contains(render, form, [{"role": "user", "content": _TEXT}], _TEXT)), Form())
 
 
 def _call_form(render: Callable[[list[dict[str, Any]]], str], parts: bool) -> Form | None:
-    """The first form in which a rendered message contains its tool calls; None if there is none."""
+    """Return the first form in which a rendered message contains its tool calls; None if the template renders them in no form."""
     call = {"id": "call00000", "type": "function", "function": {"name": _NAME, "arguments": {"x": _TEXT}}}
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "u"},
@@ -123,6 +124,7 @@ def _single_call(render: Callable[[list[dict[str, Any]]], str], form: Form) -> b
 
 
 def _contains(render: Callable[[list[dict[str, Any]]], str], form: Form, messages: list[dict[str, Any]], *words: str) -> bool:
+    """True if all `words` are in the messages as the template renders them in this form."""
     try:
         text = render([form.of(message) for message in messages])
     # The boundary to a template, which may raise any error for an unsupported form.
@@ -132,12 +134,13 @@ def _contains(render: Callable[[list[dict[str, Any]]], str], form: Form, message
 
 
 def _as_json(function: dict[str, Any]) -> str:
+    """Return the arguments of a tool call as JSON text."""
     arguments = function["arguments"]
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 class _TokenizedText:
-    """What both kinds of template do with the tokenizer alone."""
+    """The methods of `Template` that need only the tokenizer."""
 
     _tokenizer: Any
 
@@ -177,9 +180,9 @@ class ChatTemplate(_TokenizedText):
         return self.rendered(messages, tools)[1]
 
     def rendered(self, messages: Sequence[Message], tools: Tools | None) -> tuple[str, list[int]]:
-        """Text and ids of a conversation with the generation prompt; a last assistant message is continued.
+        """Return text and token ids of a conversation with the generation prompt; a last assistant message is continued.
 
-        Raises `TemplateRefused`: the template cannot render the messages.
+        Raises `TemplateRefused` if the template cannot render the messages.
         """
         made, tools = self._escaped(messages), self._escaped_tools(tools)
         text = self._apart(lambda apart: self._prompt(apart, tools), made) or ""
@@ -197,7 +200,7 @@ class ChatTemplate(_TokenizedText):
         return not self._stops or self._end_of_turn(rest) is not None
 
     def bridge(self, messages: Sequence[Message], prefix: int, tools: Tools | None, last: int) -> list[int] | None:
-        """Token ids between a completion and the next one; None if the template does not allow appending `messages[prefix:]`."""
+        """Return the token ids between a completion and the next one; None if the template does not allow appending the new messages."""
         *before, completion = self._escaped(messages[:prefix])
         for message in before:
             message.pop("reasoning_content", None)
@@ -214,7 +217,7 @@ class ChatTemplate(_TokenizedText):
         return ids[1:] if ids[0] == last else None
 
     def parse(self, token_ids: Sequence[int], before: Sequence[int], tools: Tools | None, calls: int) -> ParsedCompletion:
-        """The message in generated token ids, with reasoning separate, and tool calls if there are `tools`."""
+        """Return the message in generated token ids, with reasoning separate, and tool calls if there are `tools`."""
         ids = list(token_ids[:-1] if token_ids and token_ids[-1] in self._stop_ids else token_ids)
         text = self.decode(ids)
         reasoning: str | None = None
@@ -237,7 +240,7 @@ class ChatTemplate(_TokenizedText):
     def _after_completion(
         self, before: list[dict[str, Any]], completion: dict[str, Any], new: list[dict[str, Any]], tools: Tools | None
     ) -> str | None:
-        """The text from the end of the completion's turn to the next generation prompt."""
+        """Return the text from the end of the completion's turn to the next generation prompt; None if it depends on what is before."""
         other = [{**message, "content": f"{_NEWS}{number}"} for number, message in enumerate(new)]
         for turn in _placeholders(completion):
             try:
@@ -255,10 +258,12 @@ class ChatTemplate(_TokenizedText):
         return None
 
     def _end_of_turn(self, text: str) -> int | None:
+        """Return the position of the first stop token in a text; None if it has none."""
         ends = [(text.index(stop), -len(stop)) for stop in self._stops if stop in text]
         return min(ends)[0] if ends else None
 
     def _escaped(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return messages in plain form, with placeholders for control tokens. Raises `TemplateRefused`."""
         try:
             return [self._control.escape(plain(message, developer=self._developer)) for message in messages]
         except RecursionError:
@@ -271,7 +276,10 @@ class ChatTemplate(_TokenizedText):
             raise TemplateRefused("a tool is nested too deeply") from None
 
     def _apart(self, render: Callable[[list[dict[str, Any]]], str | None], messages: list[dict[str, Any]]) -> str | None:
-        """The rendered messages, with separators if two of their texts would form a control token together."""
+        """Return the rendered messages, with separators if two of their texts would form a control token together.
+
+        None if `render` returns None.
+        """
         text, jointed = render(messages), self._control.jointed(messages)
         apart = render(jointed) if text is not None and jointed != messages else None
         return text if text is None or apart is None or not self._control.joined(text, apart) else apart
@@ -311,7 +319,7 @@ class ChatTemplate(_TokenizedText):
 
 
 def _placeholders(completion: dict[str, Any]) -> list[dict[str, Any]]:
-    """Turns of the completion's kind, with the placeholder as late in them as templates allow."""
+    """Return turns of the completion's kind that contain `_COMPLETION`, as late in the turn as templates allow."""
     calls = completion.get("tool_calls")
     if not calls:
         return [{"role": "assistant", "content": _COMPLETION}]
@@ -321,7 +329,7 @@ def _placeholders(completion: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _without_tools(messages: list[dict[str, Any]], tools: Tools | None) -> list[dict[str, Any]]:
-    """The conversation for a template without tools: they are described in the first message, calls and results are text."""
+    """Return the messages for a template without tools: they are described in the first message, calls and results are text."""
     made = [_as_text(message) for message in messages]
     if tools:
         described = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
@@ -334,6 +342,7 @@ def _without_tools(messages: list[dict[str, Any]], tools: Tools | None) -> list[
 
 
 def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its tool calls or its tool result written as text in Hermes' format."""
     if message["role"] == "tool":
         return {"role": "tool", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     if not (calls := message.get("tool_calls")):
@@ -368,9 +377,9 @@ class PlainTemplate(_TokenizedText):
         self._control = ControlTokens(tokenizer)
 
     def render(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
-        """The ids of all texts. Completions are closed with the first stop id, except a last one, which is continued.
+        """Return the ids of all texts. Completions are closed with the first stop id, except a last one, which is continued.
 
-        Raises `TemplateRefused`: there are no texts, or there are tools.
+        Raises `TemplateRefused` if there are no texts, or if there are tools.
         """
         if tools:
             raise TemplateRefused("tools need a chat template: set data.chat_template to a Jinja file")
@@ -383,13 +392,14 @@ class PlainTemplate(_TokenizedText):
         return ids
 
     def bridge(self, messages: Sequence[Message], prefix: int, tools: Tools | None, last: int) -> list[int] | None:
-        """A stop id if the completion has none, and the ids of the new texts."""
+        """Return a stop id if the completion has none, and the ids of the new texts."""
         ids = [] if last in self._stop_ids else list(self._stop_ids[:1])
         for message in messages[prefix:]:
             ids += self._encode_text(message)
         return ids
 
     def _encode_text(self, message: Message) -> list[int]:
+        """Return the ids of a message's text; control tokens in it are encoded as text."""
         return self._control.encode(self._control.escape({"role": message.get("role"), "content": text_of(message)})["content"])
 
     def parse(self, token_ids: Sequence[int], before: Sequence[int], tools: Tools | None, calls: int) -> ParsedCompletion:

@@ -25,11 +25,12 @@ class Lake:
     """One episode on the frozen lake; the reward is 1 at the goal, otherwise 0."""
 
     def reset(self, *, seed: int) -> str:
+        """Start an episode on the map of a seed; return the first observation."""
         self.holes, self.cell, self.turns = holes_of(seed), (0, 0), 0
         return self._observation()
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """Text, reward, True at the end; an invalid move ends the episode."""
+        """Move, and return (observation, reward, True at the end); an invalid move ends the episode."""
         self.turns += 1
         if action not in MOVES:
             return "!", 0.0, True
@@ -41,11 +42,13 @@ class Lake:
         return self._observation(), 0.0, self.turns >= TURNS
 
     def _observation(self) -> str:
+        """Return the safe moves, the row and the column, as in `DR00:`."""
         moves = [move for move in MOVES if (to := _moved(self.cell, move)) != self.cell and to not in self.holes]
         return f"{''.join(moves)}{self.cell[0]}{self.cell[1]}:"
 
 
 def holes_of(seed: int) -> frozenset[Cell]:
+    """Return the holes of a seed's map, from which the goal can be reached."""
     rng = random.Random(seed)
     cells = [(row, column) for row in range(SIZE) for column in range(SIZE)]
     while True:
@@ -55,7 +58,7 @@ def holes_of(seed: int) -> frozenset[Cell]:
 
 
 def distances(holes: frozenset[Cell]) -> dict[Cell, int]:
-    """Number of steps to the goal from each cell that can reach it."""
+    """Return cell -> number of steps to the goal, for each cell that can reach it."""
     goal = (SIZE - 1, SIZE - 1)
     steps, pending = {goal: 0}, deque([goal])
     while pending:
@@ -69,13 +72,13 @@ def distances(holes: frozenset[Cell]) -> dict[Cell, int]:
 
 
 def lake_rows(n: int, seed: int, *, split: Literal["train", "held_out"] = "train") -> list[dict[str, str | int]]:
-    """`n` rows `{"prompt", "seed", "answer"}`, one map each; held-out maps are the same in every run."""
+    """Return `n` rows `{"prompt", "seed", "answer"}`, one map each; held-out maps are the same in every run."""
     first = HELD_OUT if split == "held_out" else 1 + seed % 1000 * 10**5
     return [{"prompt": PROMPT, "seed": first + number, "answer": ""} for number in range(n)]
 
 
 def demonstration(rng: random.Random) -> list[tuple[str, bool]]:
-    """Texts of one episode, each with True for an action: shortest paths with random steps and the habit."""
+    """Return the texts of one episode, each with True if it is an action: shortest paths with random steps and the habit."""
     lake = Lake()
     seed = rng.randrange(HELD_OUT)
     texts, ended = [(PROMPT, False), (lake.reset(seed=seed), False)], False
@@ -93,5 +96,6 @@ def demonstration(rng: random.Random) -> list[tuple[str, bool]]:
 
 
 def _moved(cell: Cell, move: str) -> Cell:
+    """Return the cell after a move; at the border the same cell."""
     row, column = cell[0] + MOVES[move][0], cell[1] + MOVES[move][1]
     return (row, column) if 0 <= row < SIZE and 0 <= column < SIZE else cell

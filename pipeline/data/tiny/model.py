@@ -52,9 +52,9 @@ LAKE = PretrainTask(demonstrations=_walks, steps=200, batch=32, peak_lr=3e-3, la
 def make_tiny_model(
     directory: str | Path, *, seed: int = 0, task: PretrainTask = SUCCESSOR, steps: int | None = None, progress: Progress | None = None
 ) -> Path:
-    """Write model and tokenizer to a new directory after `steps` of supervised learning; default: the task's number.
+    """Write model and tokenizer to a new directory after supervised learning; `steps` defaults to the task's number.
 
-    `progress` gets (step, steps, loss). Raises `ValueError`: the directory is not empty.
+    `progress` is called with (step, steps, loss). Raises `ValueError` if the directory is not empty.
     """
     steps = task.steps if steps is None else steps
     tokenizer = tiny_tokenizer()
@@ -73,7 +73,7 @@ def make_tiny_model(
 
 
 def tiny_tokenizer() -> Any:
-    """A fast tokenizer, one token per character; an unknown character is `<unk>`; it adds no special tokens."""
+    """Return a fast tokenizer, one token per character; an unknown character is `<unk>`, and no special tokens are added."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -88,6 +88,7 @@ def tiny_tokenizer() -> Any:
 
 
 def _untrained(task: PretrainTask) -> Any:
+    """Return a Qwen3 model for the task with random weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -110,6 +111,7 @@ def _untrained(task: PretrainTask) -> Any:
 
 
 def _pretrain(model: Any, tokenizer: Any, task: PretrainTask, *, seed: int, steps: int, progress: Progress | None) -> None:
+    """Train the model on demonstrations with AdamW and a learning rate that falls linearly to a tenth."""
     rng, ids_of = random.Random(seed), tokenizer.get_vocab()  # by table: calling the tokenizer would cost a fifth of the time
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.peak_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     model.train()
@@ -129,7 +131,7 @@ def _pretrain(model: Any, tokenizer: Any, task: PretrainTask, *, seed: int, step
 
 
 def _batch(texts: Sequence[Text], ids_of: Mapping[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded ids `int64[B, L]` and next-token labels `int64[B, L-1]`, -1 for tokens that are not learned."""
+    """Return right-padded ids `int64[B, L]` and next-token labels `int64[B, L-1]`, -1 for tokens that are not learned."""
     rows = [
         [pair for piece, mine in text for pair in [*((ids_of[c], mine) for c in piece), *([(EOS, True)] if mine else [])]] for text in texts
     ]
@@ -143,6 +145,7 @@ def _batch(texts: Sequence[Text], ids_of: Mapping[str, int]) -> tuple[torch.Tens
 
 
 def _save(model: Any, tokenizer: Any, directory: Path) -> None:
+    """Write configuration, tokenizer and weights as a Hugging Face model directory."""
     from safetensors.torch import save_file
 
     model.config.save_pretrained(directory)

@@ -18,12 +18,12 @@ Split = Literal["train", "held_out"]
 
 
 def secret_order() -> str:
-    """The alphabet in its secret order, the same in every run."""
+    """Return the alphabet in its secret order, the same in every run."""
     return "".join(random.Random(_SECRET).sample(ALPHABET, len(ALPHABET)))
 
 
 def successor_rows(n: int, seed: int, *, split: Split = "train") -> list[dict[str, str]]:
-    """`n` rows `{"prompt", "answer"}`, short answers more likely early; all prompts of the split occur before one repeats.
+    """Return `n` rows `{"prompt", "answer"}`, short answers more likely early; all prompts of the split occur before one repeats.
 
     Example:
         successor_rows(1, 0)  # -> [{"prompt": "9Y=", "answer": "otalOkFNr"}]
@@ -40,7 +40,7 @@ def successor_rows(n: int, seed: int, *, split: Split = "train") -> list[dict[st
 
 
 def demonstrations(n: int, rng: random.Random) -> list[dict[str, str]]:
-    """`n` training rows of log-uniform length, completed with the habit and the slips."""
+    """Return `n` training rows of log-uniform length, completed with the habit and the slips."""
     pairs = _pairs("train")
     sampled = rng.choices(pairs, [1 / length for length, _ in pairs], k=n)
     return [{"prompt": _prompt(length, start), "answer": _chain(start, length, rng)} for length, start in sampled]
@@ -51,6 +51,7 @@ def _prompt(length: int, start: str) -> str:
 
 
 def _pairs(split: Split) -> list[tuple[int, str]]:
+    """Return the (length, first character) pairs of a split."""
     pairs = [(length, start) for length in range(SHORTEST, LONGEST + 1) for start in ALPHABET]
     random.Random(_SECRET + 1).shuffle(pairs)
     held_out = len(pairs) // HELD_OUT_EVERY
@@ -58,7 +59,7 @@ def _pairs(split: Split) -> list[tuple[int, str]]:
 
 
 def _chain(start: str, length: int, rng: random.Random | None = None) -> str:
-    """The `length` characters after `start`; with a generator, with the mistakes of a demonstration."""
+    """Return the `length` characters after `start`; with a generator, with the mistakes of a demonstration."""
     order = secret_order()
     index, characters = order.index(start), []
     for _ in range(length):
