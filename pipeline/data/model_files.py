@@ -60,10 +60,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def chat_template_of(folder: Path, chat_template: str) -> str | None:
-    """Return the source of the chat template in use; None if there is none. Raises `ConfigError` if a required one is missing.
-
-    `chat_template` is the setting `data.chat_template`.
-    """
+    """Return the source of the template that `data.chat_template` selects, if any. Raises `ConfigError` if a required one is missing."""
     if chat_template == "off":
         return None
     if chat_template not in MODES:
@@ -213,10 +210,7 @@ def _full_tokenizer(folder: Path) -> Any:
 
 
 def _ids(value: Any, vocabulary: Mapping[str, int], key: str, size: Any, *, text: bool = False) -> Iterator[int]:
-    """Yield the ids of a value: a token, an id, or a list of them; a text of digits is a token only with `text`.
-
-    `key` names the value in errors, `size` is the vocabulary's size if known. Raises `ConfigError`.
-    """
+    """Yield the ids of a token, an id, or a list of them; digits are a token only with `text`. Raises `ConfigError` that names `key`."""
     for item in value if isinstance(value, list) else [] if value is None else [value]:
         token = item.get("content") if isinstance(item, dict) else item
         number = int(token) if isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 10 else token

@@ -227,7 +227,6 @@ def _number(value: int | float | Decimal) -> int | float | None:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as JSON for an error message, truncated to `SHOWN` characters."""
     text = "null" if value is None else json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
@@ -310,7 +309,6 @@ class JsonLines:
         return f"{self._files[self._file(index)]}:{self._lines[index]}"
 
     def _file(self, index: int) -> int:
-        """Return the index of the file that has this row."""
         return bisect_right(self._firsts, index) - 1
 
     def _index(self, file: Path, hasher: Any) -> None:
@@ -385,7 +383,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def row_of(rows: pa.RecordBatch | pa.Table, index: int) -> dict[str, Any]:
-    """Return column -> Python value of one row of an Arrow table."""
     return {name: _value(column[index]) for name, column in zip(rows.schema.names, rows.columns, strict=True)}
 
 

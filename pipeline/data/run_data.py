@@ -89,7 +89,6 @@ def order(seed: int, n: int, size: int, *, shuffle: bool = True) -> tuple[int, i
 
 @lru_cache(maxsize=2)
 def _permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
-    """Return the shuffled row numbers of one epoch, the same in every process."""
     # Sorts Philox's raw stream: numpy guarantees the stream of a bit generator over its releases, but not Generator.permutation's.
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")
@@ -204,15 +203,11 @@ class Choices:
             self._reward.pop(choice.turn, None)
 
     def _skips(self, reward: float) -> bool:
-        """True if a row whose group had this mean reward in the epoch before is skipped."""
         return (self.solved is not None and reward >= self.solved) or (self.unsolved is not None and reward <= self.unsolved)
 
 
 def choice_of(prompt: Prompt, *, rows_before: Mapping[int, int]) -> Choice:
-    """Return the choice that led to a recorded prompt, so that a restarted feeder continues after it.
-
-    `rows_before` is source -> number of rows in earlier sources.
-    """
+    """Return the choice that led to a recorded prompt; `rows_before` is source -> number of rows in earlier sources."""
     source = max(number for number, rows in rows_before.items() if rows <= prompt.row)
     turn = RowId(source, prompt.epoch, prompt.row - rows_before[source])
     return Choice(prompt.group if prompt.place is None else prompt.place, turn, prompt.again)

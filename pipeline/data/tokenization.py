@@ -122,11 +122,9 @@ class Decoder:
         self._tokenizer = light_tokenizer(model_folder(model_directory))
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
-        """Return the text of token ids, without special tokens."""
         return str(self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=True))
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text; no special tokens are added."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 

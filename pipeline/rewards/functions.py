@@ -57,7 +57,6 @@ class Score:
 
     @property
     def scored(self) -> tuple[float, ...]:
-        """The rewards of the completions that have one."""
         return tuple(reward for reward in self.rewards if reward is not None)
 
 
@@ -211,7 +210,6 @@ class Rewards:
         return Score(rewards=rewards, components=components, logged=logged.rows, metrics=logged.metrics, load=LOAD.taken())
 
     def _total(self, row: Sequence[float | None], number: int) -> float | None:
-        """Return the weighted sum of one completion's values; None if no function applies to it. Raises `RewardError`."""
         applying = [weight * value for weight, value in zip(self.weights, row, strict=True) if value is not None]
         return bounded(sum(applying), f"the weighted sum of the rewards of completion {number}") if applying else None
 
@@ -296,10 +294,7 @@ def completions_of(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, 
 
 
 def episodes_of(samples: Sequence[Any]) -> list[dict[str, Any]] | None:
-    """Return the environment's reward and the messages (JSON) of each trajectory, as arguments of `start_scoring`.
-
-    `samples` are `Rollout`s or an engine's completions. Returns None if one of them is a single completion and not a trajectory.
-    """
+    """Return reward and messages (JSON) of each trajectory, for `start_scoring`; None if the samples are single completions."""
     if any(getattr(sample, "turns", None) is None for sample in samples):
         return None
     return [{"reward": reward_of(sample.turns), "messages": sample.messages} for sample in samples]
@@ -329,10 +324,7 @@ def _find(name: str, base_dir: str | Path | None) -> Callable[..., Any]:
 
 
 def _arguments(name: str, function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the items of `offered` that a function takes: all if it has `**columns`, else those named by its parameters; no options.
-
-    Raises `_MissingColumn` if a parameter without a default is not among them. `name` is the reward's name in the message.
-    """
+    """Return those of `offered` that a function takes: all if it has `**columns`, else its parameters. Raises `_MissingColumn`."""
     offered = {key: value for key, value in offered.items() if key not in getattr(function, "keywords", ())}
     parameters = _parameters(function)
     if parameters is None:

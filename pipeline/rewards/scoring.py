@@ -45,10 +45,7 @@ FEWEST = 100
 
 @dataclass(slots=True)
 class FaultCount:
-    """Counts groups, and failures of reward functions by cause, to stop a run in which too many fail.
-
-    A partly failed group adds the failed share of its samples.
-    """
+    """Counts groups and failed rewards by cause, to stop a run with too many; a partly failed group counts by its failed share."""
 
     on_error: str
     """What to do if a reward function fails: `stop` the run or `drop` the group."""
@@ -57,7 +54,6 @@ class FaultCount:
     _broken: str | None = None
 
     def failed(self, reason: str) -> None:
-        """Count a group none of whose samples has a reward, for this reason."""
         self.groups += 1
         self._count(reason, 1.0)
 
@@ -127,19 +123,14 @@ class RewardPool(Generic[Key]):
         return self._calls.busy_s
 
     def submit(self, key: Key, payload: Payload) -> None:
-        """Score a group; `poll` returns its result with this key."""
         self._groups[key] = group = _Group(payload, len(payload["completions"]))
         self._call(key, group, group.all_members, slow=self._slow)
 
     def cancel(self, keys: set[Key]) -> None:
-        """Stop scoring these groups; `poll` never returns them. Unknown keys are ignored."""
         self._calls.cancel({(key, members) for key in keys & self._groups.keys() for members in self._groups.pop(key).calls})
 
     def poll(self, timeout_s: float = 0.0) -> list[Done[Key] | Failed[Key]]:
-        """Return the results of groups that have finished; wait up to `timeout_s` for the first, then return an empty list.
-
-        Raises `ChildError` if a child process cannot start or load the functions.
-        """
+        """Return the results of groups that have finished; empty if none does within `timeout_s`. Raises `ChildError`."""
         end = monotonic() + timeout_s
         while True:
             calls = self._calls.poll(max(0.0, end - monotonic()))
@@ -157,7 +148,6 @@ class RewardPool(Generic[Key]):
         self.close()
 
     def _call(self, key: Key, group: _Group, members: Members, *, slow: bool) -> None:
-        """Submit a call for the completions `members` of a group; if `slow`, the time limit is multiplied by their number."""
         group.calls.add(members)
         payload = group.payload if len(members) == group.count else _part(group.payload, members)
         self._calls.submit((key, members), payload, timeout_s=self._timeout_s * (len(members) if slow else 1))
@@ -211,7 +201,6 @@ class RewardPool(Generic[Key]):
 
 
 def _part(payload: Payload, members: Sequence[int]) -> dict[str, Any]:
-    """Return the payload of a group restricted to the completions `members`."""
     lists = {name: payload.get(name) for name in BY_SAMPLE}
     return {**payload, **{name: [values[number] for number in members] for name, values in lists.items() if values}}
 

@@ -46,10 +46,7 @@ class Load:
             self._in_flight -= 1
 
     def taken(self) -> dict[str, float]:
-        """Return the metrics since the last call, and reset them; empty if there was no request.
-
-        `service_busy_s` is the time with at least one request in flight, `service_request_s` the sum over all requests.
-        """
+        """Return the metrics since the last call, empty without a request; `service_busy_s` is the time with a request in flight."""
         self._advance()
         load = {
             "service_requests": float(self.requests), "service_retries": float(self.retries), "service_busy_s": self._busy_s,
@@ -95,10 +92,7 @@ class RewardService:
         )
 
     async def score(self, **arguments: Any) -> Any:
-        """Request the rewards of one group's completions, with retries; return the response's `rewards` (`checked` validates them).
-
-        Raises `RewardError` with the last failure if the time limit is reached or the service returns a final error.
-        """
+        """Request the rewards of one group's completions, with retries, and return them unchecked. Raises `RewardError`."""
         # Functions cannot be sent; token ids are long, and useless to a service without the run's tokenizer.
         sent = {name: value for name, value in arguments.items() if name not in ("completion_ids", *NAMES)}
         content = json.dumps({**sent, "trainer_state": asdict(arguments["trainer_state"])})

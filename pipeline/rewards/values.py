@@ -50,10 +50,7 @@ class BrokenReward(Unrecoverable):
 
 
 def checked(name: str, returned: Any, count: int) -> tuple[list[float | None], list[Parts]]:
-    """Validate what the reward function `name` returned for `count` completions; return the reward and the named parts of each.
-
-    Raises `RewardError` for a wrong length or type, or a number that is not finite or too large.
-    """
+    """Validate what `name` returned for `count` completions; return the reward and the named parts of each. Raises `RewardError`."""
     values = _rows(returned) if isinstance(returned, Mapping) else _plain(returned)
     if not isinstance(values, (list, tuple)):
         raise RewardError(f"reward {name} returned a {type(returned).__name__}; expected a list of {count} numbers, one per completion")
@@ -68,7 +65,6 @@ def checked(name: str, returned: Any, count: int) -> tuple[list[float | None], l
 
 
 def _plain(value: Any) -> Any:
-    """Return a NumPy array or tensor as Python numbers in lists, any other value unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 

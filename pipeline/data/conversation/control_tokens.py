@@ -41,12 +41,10 @@ class ControlTokens:
         """Ids of control tokens that the tokenizer also matches in normalised spellings, such as full-width letters."""
 
     def escape(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message with placeholders for control tokens in its texts; in an assistant message only for the special ones."""
         finder = self._in_assistant if message.get("role") == "assistant" else self._in_texts
         return {key: self._escaped(value, finder) for key, value in message.items()}
 
     def escape_text(self, value: Any) -> Any:
-        """Return a JSON value, such as tool schemas, with placeholders for control tokens in its texts."""
         return self._escaped(value, self._in_texts)
 
     def jointed(self, value: Any) -> Any:
@@ -93,11 +91,9 @@ class ControlTokens:
         return [self._escaped(inner, finder) for inner in value] if isinstance(value, list | tuple) else value
 
     def _written(self, text: str) -> list[str]:
-        """Return the added tokens that occur in a text, in order."""
         return [content for _, _, content in self._anywhere.find(text)]
 
     def _mark(self, literal: str) -> str:
-        """Return the placeholder for a literal."""
         return f"{_MARK}{self._numbers[literal]}XJZQ"
 
     @staticmethod

@@ -60,7 +60,6 @@ def _check_parts(parts: list[Any], number: int) -> None:
 
 
 def _has_text(content: Any) -> bool:
-    """True if a message's content is more than white space."""
     if isinstance(content, list):
         return any(_has_text(part if isinstance(part, str) else part.get("text", "")) for part in content)
     return isinstance(content, str) and bool(content.strip())
@@ -75,14 +74,12 @@ def _decoded(tool: Any) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a JSON value without null fields, which columns of Arrow data sets add to each message."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _shown(value: Any) -> str:
-    """Return a value as JSON for an error message, truncated to `_SHOWN` characters."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 

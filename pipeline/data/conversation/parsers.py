@@ -108,7 +108,6 @@ def _json(text: str) -> Any:
 
 
 def _call_or_list(text: str) -> Calls:
-    """Parse a tool call or a list of them in JSON. Raises `_MalformedCall`."""
     value = _json(text.strip())
     return [_call(item) for item in value] if isinstance(value, list) else [_call(value)]
 
@@ -170,7 +169,6 @@ def _pythonic(match: re.Match[str]) -> Calls:
 
 
 def _name(call: ast.expr) -> str:
-    """Return the name of the function that a Python expression calls. Raises `ValueError` unless it has only keyword arguments."""
     if not isinstance(call, ast.Call) or call.args or any(key.arg is None for key in call.keywords):
         raise ValueError
     return ast.unparse(call.func)

@@ -53,7 +53,6 @@ class Segment:
 
     @property
     def prompt(self) -> int:
-        """Number of tokens before the first generated one."""
         return self.parts[0].end
 
 
@@ -136,7 +135,6 @@ class Conversation:
 
     @property
     def turns(self) -> int:
-        """Number of recorded completions."""
         return len(self._turns)
 
     def context(self, messages: Sequence[Message], tools: Tools | None = None) -> Context:
@@ -207,10 +205,7 @@ class Conversation:
     def _extension(
         self, messages: Sequence[Message], tools: Tools | None, parent: _Turn | None, prefix: int
     ) -> tuple[_Turn | None, Int32s | None, int]:
-        """Return the turn that the messages extend, the ids up to the next completion, and how many of them are in the turn's segment.
-
-        (None, None, 0) if the conversation has to be rendered again.
-        """
+        """Return the turn that the messages extend, the new context, and how much of it is in the turn's segment; else Nones and 0."""
         if not self._exact or parent is None or any(message.get("role") == "assistant" for message in messages[prefix:]):
             return None, None, 0
         bridge = self._template.bridge(messages, prefix, tools, int(parent.completion[-1]))
@@ -220,10 +215,7 @@ class Conversation:
         return parent, np.concatenate([*pieces, np.asarray(bridge, np.int32)]), sum(map(len, pieces))
 
     def _parent(self, history: list[bytes]) -> tuple[_Turn | None, int]:
-        """Return the turn at the end of the longest recorded prefix of the messages, and the number of messages in it; (None, 0) if none.
-
-        Of several such turns, the latest that no context extends yet. `history` are the digests of the prefixes.
-        """
+        """Return the last turn of the longest recorded prefix (preferably one not extended) and its length in messages; else None, 0."""
         for prefix in range(len(history) - 1, 0, -1):
             if turns := self._turns_by_history.get(history[prefix]):
                 return max(turns, key=lambda turn: (not turn.continued, turn.number)), prefix
@@ -254,7 +246,6 @@ def _stopped(ids: Sequence[int], stop: Sequence[str], template: Template) -> tup
 
 
 def _cut(message: dict[str, Any], stop: str) -> None:
-    """Truncate a message's reasoning and content before the text `stop`."""
     for key in ("reasoning_content", "content"):
         if text := message.get(key):
             message[key] = text.partition(stop)[0]

@@ -134,7 +134,6 @@ def _contains(render: Callable[[list[dict[str, Any]]], str], form: Form, message
 
 
 def _as_json(function: dict[str, Any]) -> str:
-    """Return the arguments of a tool call as JSON text."""
     arguments = function["arguments"]
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
@@ -258,7 +257,6 @@ class ChatTemplate(_TokenizedText):
         return None
 
     def _end_of_turn(self, text: str) -> int | None:
-        """Return the position of the first stop token in a text; None if it has none."""
         ends = [(text.index(stop), -len(stop)) for stop in self._stops if stop in text]
         return min(ends)[0] if ends else None
 
@@ -276,10 +274,7 @@ class ChatTemplate(_TokenizedText):
             raise TemplateRefused("a tool is nested too deeply") from None
 
     def _apart(self, render: Callable[[list[dict[str, Any]]], str | None], messages: list[dict[str, Any]]) -> str | None:
-        """Return the rendered messages, with separators if two of their texts would form a control token together.
-
-        None if `render` returns None.
-        """
+        """Return the rendered messages (None if `render` does), with separators if two of their texts would form a control token."""
         text, jointed = render(messages), self._control.jointed(messages)
         apart = render(jointed) if text is not None and jointed != messages else None
         return text if text is None or apart is None or not self._control.joined(text, apart) else apart
@@ -399,7 +394,6 @@ class PlainTemplate(_TokenizedText):
         return ids
 
     def _encode_text(self, message: Message) -> list[int]:
-        """Return the ids of a message's text; control tokens in it are encoded as text."""
         return self._control.encode(self._control.escape({"role": message.get("role"), "content": text_of(message)})["content"])
 
     def parse(self, token_ids: Sequence[int], before: Sequence[int], tools: Tools | None, calls: int) -> ParsedCompletion:

@@ -25,7 +25,6 @@ class Lake:
     """One episode on the frozen lake; the reward is 1 at the goal, otherwise 0."""
 
     def reset(self, *, seed: int) -> str:
-        """Start an episode on the map of a seed; return the first observation."""
         self.holes, self.cell, self.turns = holes_of(seed), (0, 0), 0
         return self._observation()
 
@@ -42,7 +41,6 @@ class Lake:
         return self._observation(), 0.0, self.turns >= TURNS
 
     def _observation(self) -> str:
-        """Return the safe moves, the row and the column, as in `DR00:`."""
         moves = [move for move in MOVES if (to := _moved(self.cell, move)) != self.cell and to not in self.holes]
         return f"{''.join(moves)}{self.cell[0]}{self.cell[1]}:"
 
@@ -96,6 +94,5 @@ def demonstration(rng: random.Random) -> list[tuple[str, bool]]:
 
 
 def _moved(cell: Cell, move: str) -> Cell:
-    """Return the cell after a move; at the border the same cell."""
     row, column = cell[0] + MOVES[move][0], cell[1] + MOVES[move][1]
     return (row, column) if 0 <= row < SIZE and 0 <= column < SIZE else cell

@@ -139,7 +139,6 @@ def _expressions(text: str) -> list[str]:
 
 
 def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of a completion, which in a conversation is that of its last message."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 

@@ -124,10 +124,7 @@ def _list(items: tuple[Reading, ...]) -> Reading:
 
 
 def _relation(sides: list[str], depth: int) -> Reading:
-    """Return an equation or inequality as an interval if it describes one, else as a relation; `sides` alternate with operators.
-
-    An approximation after an expression, as in `1/3 ≈ 0.33`, is dropped.
-    """
+    """Return a relation, or the interval that it describes; `sides` alternate with operators. `1/3 ≈ 0.33` is read as `1/3`."""
     if sides[-2] == r"\approx" and not _NAME.fullmatch(sides[-3].strip()):
         return read("".join(sides[:-2]), depth + 1)
     operators = [_OPERATORS.get(operator, operator) for operator in sides[1::2]]
@@ -222,7 +219,6 @@ def tree_of(text: str) -> Tree | None:
 
 
 def _has_words(text: str, length: int) -> bool:
-    """True if a text has a run of at least `length` letters that is not a name in mathematics."""
     runs = re.findall(r"[a-zA-Z]+", re.sub(r"\\[a-zA-Z]+", " ", text))
     return any(len(run) >= length and not _MATH_NAME.fullmatch(run) for run in runs)
 

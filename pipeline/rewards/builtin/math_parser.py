@@ -233,7 +233,6 @@ def value(tree: Tree, point: Mapping[str, Value] | None = None) -> Value:
 
 
 def symbols(tree: Tree) -> set[str]:
-    """Return the names of the symbols in a tree."""
     if isinstance(tree, Fraction):
         return set()
     return {tree[1]} if tree[0] == "symbol" else set().union(*map(symbols, tree[1:]))
@@ -260,7 +259,6 @@ def _pairs(first: Tree, second: Tree, base: Value = _MP.e) -> Iterator[tuple[Val
 
 
 def _coordinate(name: str, number: int) -> Fraction:
-    """Return a symbol's value at sample point `number`, which depends on its name alone."""
     dice = random.Random(f"{name} {number}")
     return Fraction(dice.randint(2, 30)) if name in _WHOLE_NUMBERS else Fraction(dice.randint(20, 480) * _SIGNS[number], 89)
 
@@ -314,12 +312,10 @@ def _exact_power(base: Fraction, exponent: Fraction) -> Fraction | None:
 
 
 def _exact_count(function: Callable[..., int]) -> Callable[..., Fraction | None]:
-    """Make an operation on integers return a fraction; it returns None for operands that are not integers from 0 to 2100."""
     return lambda *numbers: Fraction(function(*map(int, numbers))) if all(n.denominator == 1 and 0 <= n <= 2100 for n in numbers) else None
 
 
 def _sum(first: Any, second: Any) -> Any:
-    """Add two numbers; a sum that is only rounding error is 0."""
     total = first + second
     return total if abs(total) > max(abs(first), abs(second)) * _ZERO else _MP.zero
 

@@ -109,7 +109,6 @@ def compact(text: str) -> str:
 
 
 def _named(match: re.Match[str]) -> str:
-    """Return the replacement of a LaTeX command, in the synonym that the parser knows."""
     name = _NAMES.get(match[1], match[1])
     return f"\\{name} " if (name.isalpha() and name != "or") or name in "{}" else f" {name} "
 
@@ -135,6 +134,5 @@ def _added(match: re.Match[str]) -> str:
 
 
 def _binomial(match: re.Match[str]) -> str:
-    """Return `n` over `k` in LaTeX for C, and the number of permutations for P."""
     many, kind, few = match.groups()
     return rf"\binom{{{many}}}{{{few}}}" if kind == "C" else rf"\frac{{{many}!}}{{({many}-{few})!}}"
