@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from penstock.infra.errors import ConfigError, RecordMissing
 from penstock.infra.log import Partition, Start
+from penstock.infra.sandbox import parquet
 from penstock.pipeline.archive.files import NOTE, Archive, find_archive
 from penstock.pipeline.archive.layout import WORKER, Kind, kind_of
 from penstock.pipeline.archive.relocation import signed
@@ -210,7 +211,7 @@ class ArchivedLog:
         """Yield the records of a partition from offset `first`; only one row group is in memory."""
         end = self._end(kind, partition)
         tables = (
-            self.archive.row_group(row_group.path, row_group.number)
+            parquet.rows(row_group.path, row_group.number)
             for row_group in self.archive.row_groups(kind, partition)
             if row_group.last >= first and row_group.first < end
         )
@@ -220,7 +221,7 @@ class ArchivedLog:
         """Nothing to close: no file is open between calls."""
 
     def _typed_row_group(self, topic: str, partition: int, path: Path, number: int) -> pa.Table:
-        return typed(kind_of(self._plain(topic), partition), self.archive.row_group(path, number))
+        return typed(kind_of(self._plain(topic), partition), parquet.rows(path, number))
 
     def _restored(self, kind: Kind, partition: int, tables: Iterable[pa.Table]) -> Iterator[Record]:
         records = self._in_order(kind, partition, tables)

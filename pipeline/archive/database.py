@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import resource
 import subprocess
 import sys
@@ -27,25 +28,10 @@ MEMORY_BYTES = 2 << 30
 """DuckDB's memory limit. The process may use twice as much in addition to the tables, because DuckDB does not count the values of a row."""
 THREADS = 4
 POLL_S = 0.005
-OUT_OF_MEMORY, REFUSED, TOO_LARGE, NOT_A_QUERY = 3, 4, 5, 6
+OUT_OF_MEMORY, REFUSED, INVALID = 3, 4, 5
+"""Exit statuses of a query process. For the last two, stderr has the error message: DuckDB's, or one of ours."""
 _READ_ONLY = {"SELECT", "EXPLAIN", "RELATION", "PRAGMA"}
 _MAIN = f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.pipeline.archive.database import main; main()"
-
-
-class OutOfMemory(ValueError):
-    """The query exceeds the memory limit."""
-
-
-class NotAQuery(ValueError):
-    """The text is not exactly one read-only statement."""
-
-
-class _TooLarge(Exception):
-    """The result exceeds `Limits.size`."""
-
-
-class Refused(ValueError):
-    """DuckDB refuses the query; the message is DuckDB's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +71,7 @@ NO_LIMITS = Limits()
 
 
 def open_database() -> duckdb.DuckDBPyConnection:
-    """An empty in-memory database without extensions."""
+    """Open an empty in-memory database without extensions."""
     return duckdb.connect(
         config={
             "autoload_known_extensions": "false",
@@ -102,7 +88,7 @@ def open_database() -> duckdb.DuckDBPyConnection:
 def filled(
     tables: Iterable[tuple[str, Any]], setup: Sequence[str], files: Sequence[str] = (), connection: duckdb.DuckDBPyConnection | None = None
 ) -> duckdb.DuckDBPyConnection:
-    """A database with these tables, after the statements of `setup`; it reads `files` and nothing else, and its settings are locked."""
+    """Fill a database (a new one if None) with tables, and run `setup`; it reads no other files than `files`, and settings are locked."""
     connection = connection or open_database()
     connection.execute(f"set allowed_paths = [{', '.join(map(_literal, files))}]")
     connection.execute("set enable_external_access = false")
@@ -154,7 +140,7 @@ def _take() -> _Process:
 def compute(tables: Mapping[str, Source], setup: Sequence[str], query: str, limits: Limits = NO_LIMITS) -> pa.Table:
     """Run a query over `tables`, after the `setup` statements, in another process, and return its result.
 
-    Raises `Refused`, `NotAQuery`, `OutOfMemory`, and `ValueError` if another limit is exceeded.
+    Raises `ValueError` if DuckDB refuses the query, it is not one read-only statement, or a limit is exceeded.
     """
     process = _take()
     try:
@@ -177,7 +163,7 @@ def compute(tables: Mapping[str, Source], setup: Sequence[str], query: str, limi
         _send(process.popen, request)
         _wait(process.popen, limits)
         process.problem.seek(0)
-        _raise_for(process.popen.returncode, process.problem.read().decode("utf-8", "replace"), limits)
+        _raise_for(process.popen.returncode, process.problem.read().decode("utf-8", "replace").strip())
         process.result.seek(0)
         return pa.ipc.open_stream(process.result).read_all()
     finally:
@@ -195,6 +181,7 @@ def _send(process: "subprocess.Popen[bytes]", request: Mapping[str, Any]) -> Non
 
 
 def _wait(process: "subprocess.Popen[bytes]", limits: Limits) -> None:
+    """Wait until the process exits. Raises `ValueError` at the time limit, or if the client has disconnected."""
     deadline = None if limits.seconds is None else time.monotonic() + limits.seconds
     while process.poll() is None:
         if limits.disconnected():
@@ -204,18 +191,20 @@ def _wait(process: "subprocess.Popen[bytes]", limits: Limits) -> None:
         time.sleep(POLL_S)
 
 
-def _raise_for(status: int, problem: str, limits: Limits) -> None:
+def _raise_for(status: int, problem: str) -> None:
+    """Raise `ValueError` with the cause if a query process failed; `problem` is what it wrote to stderr."""
     if status == OUT_OF_MEMORY or "MemoryError" in problem or "bad_alloc" in problem:
-        raise OutOfMemory
-    if status == NOT_A_QUERY:
-        raise NotAQuery
-    if status == TOO_LARGE:
-        raise ValueError(f"the result is larger than {limits.size >> 20:,} MiB: select fewer rows or columns")
+        limit_gib = f"{MEMORY_BYTES / 2**30:g} GiB"
+        raise ValueError(f"the query needs more than {limit_gib}: narrow it, or export the run and query the files with DuckDB")
+    if status == INVALID:
+        raise ValueError(problem)
     if status == REFUSED:
-        raise Refused(problem)
+        text = re.split(r"\n\s*LINE \d+:", problem)[0]
+        if re.search(r"syntax error.*[,\"]", text) and re.search(r"\bgroup\b(?!\s+by)", problem, re.IGNORECASE):
+            text += "; group is an SQL keyword: write group_id"
+        raise ValueError(f"{' '.join(text.split())} (`penstock sql RUN` lists the views)")
     if status:
-        last = (problem.strip().splitlines() or [""])[-1]
-        raise ValueError(f"the query's process exited with status {status}: {last or 'narrow the query'}")
+        raise ValueError(f"the query's process exited with status {status}: {(problem.splitlines() or ['narrow the query'])[-1]}")
 
 
 def main() -> None:
@@ -228,17 +217,14 @@ def main() -> None:
         status = 0
     except (duckdb.OutOfMemoryException, MemoryError, pa.ArrowMemoryError):
         status = OUT_OF_MEMORY
-    except NotAQuery:
-        status = NOT_A_QUERY
-    except _TooLarge:
-        status = TOO_LARGE
-    except (duckdb.Error, pa.ArrowException) as error:
+    except (duckdb.Error, pa.ArrowException, ValueError) as error:
         print(error, file=sys.stderr, flush=True)
-        status = REFUSED
+        status = REFUSED if isinstance(error, duckdb.Error | pa.ArrowException) else INVALID
     os._exit(status)
 
 
 def _run(request: Mapping[str, Any], descriptor: int, connection: duckdb.DuckDBPyConnection) -> None:
+    """Compute the result of a request and write it to stdout; the file `descriptor` has an Arrow stream for each of its tables."""
     source, memory, files = pa.memory_map(f"/proc/self/fd/{descriptor}"), request["memory"], request["files"]
     tables: dict[str, Any] = {name: pa.ipc.open_stream(source).read_all() for name in request["names"]}
     if files:
@@ -259,14 +245,14 @@ def _run(request: Mapping[str, Any], descriptor: int, connection: duckdb.DuckDBP
     limit(resource.RLIMIT_AS, statm_bytes(os.getpid(), MAPPED) + 2 * memory)
     statements = connection.extract_statements(request["query"])
     if len(statements) != 1 or statements[0].type.name not in _READ_ONLY:
-        raise NotAQuery
+        raise ValueError("the query must be one read-only statement: SELECT, DESCRIBE, SUMMARIZE or EXPLAIN")
     remaining, size = request["rows"], 0
     batches = connection.sql(request["query"]).to_arrow_reader(1000)
     with pa.ipc.new_stream(sys.stdout.buffer, batches.schema) as stream:
         for batch in batches:
             size += batch.nbytes
             if size > request["size"]:
-                raise _TooLarge
+                raise ValueError(f"the result is larger than {request['size'] >> 20:,} MiB: select fewer rows or columns")
             stream.write_batch(batch if remaining is None else batch.slice(0, remaining))
             remaining = None if remaining is None else remaining - batch.num_rows
             if remaining is not None and remaining <= 0:

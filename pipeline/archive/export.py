@@ -3,10 +3,10 @@
 The archive's note has the offsets up to which all records are exported.
 """
 
-import queue
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from penstock.topics.wire.record import Record
 
 PROGRESS_EVERY_S = 3.0
 AHEAD = 8
-"""Largest number of row blocks queued between reader and writer, so that reading continues while a row group is written."""
+"""Largest number of row blocks waiting for the writer thread, so that reading continues while a row group is written."""
 LEAST_PAUSE_S, MOST_PAUSE_S = 5.0, 600.0
 """Limits of the pause between two rounds of `--follow`. The pause is a tenth of the elapsed time, which limits the number of files."""
 SETTLE_S = 2.0
@@ -154,15 +154,14 @@ def _offsets(read: Callable[[list[Partition]], dict[Partition, int]], archive: A
 
 
 class Work:
-    """Exports topics: reads blocks of records, and encodes them as Parquet in a thread."""
+    """Exports topics: reads blocks of records, and encodes them as Parquet in a thread. A context manager that waits for the thread."""
 
     def __init__(self, archive: Archive, reader: BulkReader, done: Exported, notify: Callable[[str], None]) -> None:
         self.archive, self.done = archive, done
         self._reader = reader
         self._progress = Progress(notify, every_s=PROGRESS_EVERY_S)
-        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(AHEAD)
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._write, name="archive-writer", daemon=True)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="archive-writer")
+        self._tasks: deque[Future[None]] = deque()
 
     def topic(self, log: KafkaLog, topic: str, ends: list[int]) -> None:
         """Export the records of a topic up to the offsets `ends` that are not archived yet."""
@@ -179,6 +178,7 @@ class Work:
                 self._partition(kind, name, partition, start, end)
 
     def _partition(self, kind: Kind, name: str, partition: int, start: int, end: int) -> None:
+        """Export the records of a partition from offset `start` to before `end` to new files of about `FILE_BYTES`."""
         file: PartitionFile | None = None
         for table, position in read_tables(self._reader, kind, partition, run=self.archive.run, first=start, end=end):
             self._progress(f"{name}/{partition}: offset {position:,} of {end:,}")
@@ -202,28 +202,23 @@ class Work:
         self._submit(finish)
 
     def _submit(self, task: Callable[[], None]) -> None:
-        while self._failure is None:
-            try:
-                return self._queue.put(task, timeout=0.2)
-            except queue.Full:
-                continue
-        raise self._failure
+        """Run a task in the writer thread, unless an earlier one has failed: a file must not be finished without all its rows."""
+        before = self._tasks[-1] if self._tasks else None
 
-    def _write(self) -> None:
-        while (task := self._queue.get()) is not None:
-            try:
-                if self._failure is None:
-                    task()
-            except BaseException as error:
-                self._failure = error
+        def run() -> None:
+            if before is not None:
+                before.result()
+            task()
 
-    def __enter__(self) -> None:
-        self._thread.start()
+        self._tasks.append(self._writer.submit(run))
+        while len(self._tasks) > AHEAD:
+            self._tasks.popleft().result()
+
+    def __enter__(self) -> None: ...
 
     def __exit__(self, *raised: object) -> None:
-        """Wait for the writer thread. Raises the error of the thread, if any."""
-        self._queue.put(None)
-        self._thread.join()
+        """Wait for the writer thread. Raises the error of the first task that failed."""
+        self._writer.shutdown()
         self._reader.close()
-        if self._failure is not None:
-            raise self._failure
+        for task in self._tasks:
+            task.result()

@@ -215,15 +215,6 @@ class Archive:
             for number, offsets in enumerate(parquet.footer(path)["row_groups"]):
                 yield RowGroup(path, number, *(offsets or (0, _LAST_OFFSET)))
 
-    def row_group(self, path: Path, number: int) -> pa.Table:
-        """Read one row group. Raises `ValueError` for an invalid Parquet file."""
-        return parquet.rows(path, number)
-
-    def rows(self, kind: Kind, partition: int) -> Iterator[pa.Table]:
-        """Yield the rows of a partition by offset, one row group at a time. Raises `ValueError` for an invalid Parquet file."""
-        for row_group in self.row_groups(kind, partition):
-            yield self.row_group(row_group.path, row_group.number)
-
     def tables(self, note: Note) -> Iterator[tuple[Kind, str, int]]:
         """Yield (table, topic without the run, partition) of each partition."""
         for topic, count in note.partitions.items():
@@ -233,19 +224,15 @@ class Archive:
 
 def find_archive(directory: Path) -> Archive:
     """Find the archive that is `directory` or a subdirectory of it. Raises `ValueError` if there is none or more than one."""
-    if (directory / NOTE).is_file():
-        return _checked(Archive(directory.absolute().parent, directory.absolute().name))
     if not directory.is_dir():
         raise ValueError(f"directory {directory} does not exist; expected one that `penstock topics export RUN DIR` wrote")
-    runs = sorted(note.parent.name for note in directory.glob(f"*/{NOTE}"))
-    if not runs:
+    notes = [directory.absolute() / NOTE] if (directory / NOTE).is_file() else sorted(directory.glob(f"*/{NOTE}"))
+    if not notes:
         raise ValueError(f"{directory} is not an export; expected a directory that `penstock topics export RUN DIR` wrote")
-    if len(runs) > 1:
-        raise ValueError(f"{directory} contains the runs {', '.join(runs[:8])}: name one of them, such as {directory / runs[0]}")
-    return _checked(Archive(directory, runs[0]))
-
-
-def _checked(archive: Archive) -> Archive:
+    if len(notes) > 1:
+        runs = ", ".join(note.parent.name for note in notes[:8])
+        raise ValueError(f"{directory} contains the runs {runs}: name one of them, such as {notes[0].parent}")
+    archive = Archive(notes[0].parent.parent, notes[0].parent.name)
     archive.check_layout()
     return archive
 

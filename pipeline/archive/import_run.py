@@ -4,7 +4,7 @@ A record is written after the records that it refers to, and the run is register
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -14,13 +14,12 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log, Partition
 from penstock.pipeline.archive.archived_log import ArchivedLog
 from penstock.pipeline.archive.files import NOTE, Archive, Note
-from penstock.pipeline.archive.layout import KINDS, Kind
+from penstock.pipeline.archive.layout import KINDS
 from penstock.pipeline.archive.relocation import Relocation
 from penstock.pipeline.config.load import ConfigError, from_json
 from penstock.pipeline.inspect.report.summary import Progress
 from penstock.pipeline.runtime.registration.run_registry import find, write, write_status
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TOPICS, check_run_id, topics_of
-from penstock.topics.wire.record import Record
 
 PROGRESS_EVERY_S = 3.0
 
@@ -64,8 +63,9 @@ def _write_records(log: KafkaLog, archived: ArchivedLog, relocation: Relocation,
     for kind in reversed(list(KINDS.values())):  # referenced records first
         for partition in [number for table, _, number in archive.tables(note) if table is kind and kind.topic != RUNS_TOPIC]:
             count = 0
-            for record in _relocated(archived, kind, partition, relocation):
-                writer.append(record)
+            for record in archived.records(kind, partition):
+                relocation.note(kind, record)
+                writer.append(relocation.apply(kind, record))
                 count += 1
                 progress(f"{kind.name}/{partition}: {count:,} records")
             ends[f"{run}.{kind.topic}", partition] = count
@@ -108,9 +108,3 @@ def _check_ends(log: KafkaLog, ends: Mapping[Partition, int]) -> None:
         if end != (count := ends[topic, partition]):
             cause = "another client also wrote to this partition" if end > count else "the broker lost records"
             raise LogError(f"{topic}/{partition} ends at offset {end}, expected {count}: {cause}; delete the run and import it again")
-
-
-def _relocated(archived: ArchivedLog, kind: Kind, partition: int, relocation: Relocation) -> Iterator[Record]:
-    for record in archived.records(kind, partition):
-        relocation.note(kind, record)
-        yield relocation.apply(kind, record)

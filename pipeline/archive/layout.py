@@ -90,10 +90,6 @@ def _read_part(record: Record, *, run: str) -> tuple[Headers, Part]:
     return headers, part
 
 
-def _run_headers(record: runs.RunRecord, *, run: str, **_: Any) -> Headers:
-    return runs.headers(record, run=run)
-
-
 def _with_worker(headers: Callable[..., Headers]) -> Callable[..., Headers]:
     """Adapt a headers function of records whose worker is only in a header."""
     return lambda payload, *, run, worker, **_: headers(payload, run=run, worker=worker)
@@ -117,8 +113,8 @@ _CHUNKS = {"codec": weights.CHUNK_CODEC, "read": weights.read_chunk, "decode": w
 KINDS: Mapping[str, Kind] = {
     kind.name: kind
     for kind in (
-        _kind("runs", runs, _run_headers, topic=RUNS_TOPIC),
-        _kind("run", runs, _run_headers),
+        _kind("runs", runs, _plain(runs.headers), topic=RUNS_TOPIC),
+        _kind("run", runs, _plain(runs.headers)),
         _kind("dead-letters", dead_letters, _plain(dead_letters.headers)),
         _kind("metrics", metrics, _plain(metrics.headers)),
         _kind("ledger", ledger, _with_worker(ledger.headers), WORKER),

@@ -50,11 +50,11 @@ def to_table(kind: Kind, records: Sequence[Record], *, run: str) -> pa.Table:
 def _each(kind: Kind, records: Sequence[Record], *, run: str) -> tuple[pa.Table, list[int]]:
     """Convert records one by one; return the rows and the number of rows of each record."""
     rows = [_row(kind, record, run=run) for record in records]
-    columns, counts = _payload_columns(kind, [row.payload for row in rows])
+    columns, counts = _payload_columns(kind, [payload for payload, _ in rows])
     repeated = None if max(counts, default=1) == 1 else pa.array(np.repeat(np.arange(len(counts)), counts))
     for field in kind.schema:
         if field.name not in columns and field not in RECORD:
-            values = pa.array([row.columns.get(field.name) for row in rows], field.type)
+            values = pa.array([own.get(field.name) for _, own in rows], field.type)
             # A record's key, headers and other columns are repeated in each of its rows.
             columns[field.name] = values if repeated is None else values.take(repeated)
     return _table(kind, np.repeat(np.array(records, object), counts).tolist(), columns), counts
@@ -78,15 +78,8 @@ def _table(kind: Kind, records: Sequence[Record], columns: dict[str, pa.Array | 
     return pa.table(arrays, schema=kind.schema)
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    payload: bytes | None
-    """The payload encoded again; None if it cannot be decoded."""
-    columns: dict[str, Any]
-    """Values of the columns that are not from the payload."""
-
-
-def _row(kind: Kind, record: Record, *, run: str) -> _Row:
+def _row(kind: Kind, record: Record, *, run: str) -> tuple[bytes | None, dict[str, Any]]:
+    """Return the payload encoded again (None if it cannot be decoded), and the values of the columns that are not from the payload."""
     record = _scrubbed(kind, record)
     try:
         read_headers, content = kind.read(record, run=run)
@@ -112,7 +105,7 @@ def _row(kind: Kind, record: Record, *, run: str) -> _Row:
     for field in kind.facts:
         value = getattr(read_headers, field.name, None)
         columns[field.name] = getattr(expected, field.name) if value is None else value
-    return _Row(payload, columns)
+    return payload, columns
 
 
 def _scrubbed(kind: Kind, record: Record) -> Record:
@@ -126,9 +119,9 @@ def _scrubbed(kind: Kind, record: Record) -> Record:
     return replace(record, value=value, headers=signed(record.headers, value)) if len(value) < len(record.value) else record
 
 
-def _original(record: Record, problem: str | None) -> _Row:
+def _original(record: Record, problem: str | None) -> tuple[None, dict[str, Any]]:
     """Return a row that stores only the bytes of the record."""
-    return _Row(None, {"headers": _as_structs(record.headers), "raw": record.value, "problem": problem})
+    return None, {"headers": _as_structs(record.headers), "raw": record.value, "problem": problem}
 
 
 def _payload_columns(kind: Kind, payloads: Sequence[bytes | None]) -> tuple[dict[str, pa.Array], list[int]]:
@@ -253,6 +246,7 @@ def _layout_of(record: Record) -> _Layout | None:
 
 
 def _new_layout(value: bytes, body: int) -> _Layout | None:
+    """Return the layout of a payload whose metadata end at `body`; None if our encoder would write other bytes, or it has turns."""
     try:
         if rollouts.encode(sample := rollouts.decode(value)) != value or sample.turns is not None or sample.support is not None:
             return None

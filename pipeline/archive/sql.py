@@ -4,13 +4,11 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Protocol, TextIO, cast
+from typing import Any, TextIO, TypeAlias, cast
 
-import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -18,21 +16,8 @@ import pyarrow.parquet as pq
 from penstock.infra.kafka.bulk import BulkReader
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
-from penstock.pipeline.archive import database
 from penstock.pipeline.archive.archived_log import ArchivedLog
-from penstock.pipeline.archive.database import (
-    NO_LIMITS,
-    Limits,
-    NotAQuery,
-    OutOfMemory,
-    Refused,
-    Scanned,
-    Source,
-    Stored,
-    compute,
-    filled,
-    prepare,
-)
+from penstock.pipeline.archive.database import NO_LIMITS, Limits, Scanned, Source, Stored, compute, filled, prepare
 from penstock.pipeline.archive.index.group_rows import GROUPS as GROUP_COLUMNS
 from penstock.pipeline.archive.index.group_rows import STEPS
 from penstock.pipeline.archive.index.run_index import all_groups, open_index
@@ -47,16 +32,8 @@ from penstock.pipeline.runtime.topic_reader import deleted
 from penstock.topics.catalogue import RUNS_TOPIC
 
 RAW = {
-    "run": "run",
-    "prompts": "prompts",
-    "rollouts": "rollouts",
-    "groups": "groups",
-    "weights": "weights",
-    "chunks": "chunks",
-    "ledger": "ledger",
-    "metrics": "metrics",
-    "dead_letters": "dead-letters",
-    "runs": "runs",
+    name.replace("-", "_"): name
+    for name in ("run", "prompts", "rollouts", "groups", "weights", "chunks", "ledger", "metrics", "dead-letters", "runs")
 }
 """Table `raw.NAME` -> the archive's table, one row per record."""
 
@@ -124,20 +101,6 @@ _OURS = "select view_name as name from duckdb_views() where not internal and sch
 _SHOW = re.compile(r"\s*show\s+tables\s*;?\s*", re.IGNORECASE)
 
 
-class Tables(Protocol):
-    """Tables of one run, live or archived."""
-
-    @property
-    def log(self) -> Log: ...
-
-    @property
-    def run(self) -> str: ...
-
-    def rows(self, name: str) -> Source:
-        """Return the rows of the `raw` table of this name, one per record."""
-        ...
-
-
 class LiveTables:
     """Tables of a run's live topics. A table has the records up to the end offsets at its first read."""
 
@@ -160,6 +123,7 @@ class LiveTables:
         return tables
 
     def _samples(self, groups: pa.Table) -> Stored:
+        """Return the table `samples`: from files in the run's directory, and the rows after them from the log."""
         waiting = groups.filter(pc.equal(pc.fill_null(groups["samples"], 0), 0)) if len(groups) else groups
         admitted = [time for time in waiting["admitted"].cast(pa.int64()).to_pylist() if time is not None]
         folder = index_folder(self.run)
@@ -168,7 +132,7 @@ class LiveTables:
         return Stored(files=copy.paths, rest=rest)
 
     def rows(self, name: str) -> pa.Table:
-        """Read the records of a topic up to the current end offsets."""
+        """Return the `raw` table of this name: a row per record of its topic, up to the current end offsets."""
         kind = KINDS[name]
         topic = kind.kafka_name(self.run)
         count = self.log.partitions(topic) or 0
@@ -197,6 +161,9 @@ class ArchivedTables:
         return Scanned(files=files, schema=kind.schema) if files else kind.schema.empty_table()
 
 
+Tables: TypeAlias = LiveTables | ArchivedTables
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedQuery:
     """A query with the rows of all tables that it names, so that computing its result does not read the log."""
@@ -206,8 +173,10 @@ class PreparedQuery:
 
     def result(self, limits: Limits = NO_LIMITS) -> pa.Table:
         """Compute the result. Raises `ValueError` if DuckDB refuses the query or a limit is exceeded."""
-        with _translated():
+        try:
             return compute(self.tables, _SETUP, _OURS if _SHOW.fullmatch(self.query) else self.query, limits)
+        except OSError as error:
+            raise ValueError(f"the query cannot be computed: {error}") from error
 
 
 def ask(tables: Tables, query: str) -> pa.Table:
@@ -240,7 +209,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def as_file(table: pa.Table, ending: str) -> bytes:
-    """Encode a result as `ending`, one of `FORMATS`. In CSV, text that a spreadsheet would run as a formula is quoted."""
+    """Encode a result as `ending`, one of `FORMATS`. In CSV, an apostrophe precedes a text that a spreadsheet would run as a formula."""
     if ending == "parquet":
         pq.write_table(table, packed := io.BytesIO())
         return packed.getvalue()
@@ -251,7 +220,7 @@ def as_file(table: pa.Table, ending: str) -> bytes:
 
 
 def write_csv(table: pa.Table, stream: TextIO, *, end: str = "\n", safe: bool = False) -> None:
-    """Write a result as CSV, lists as JSON. With `safe` an apostrophe precedes a text that spreadsheets would take for a formula."""
+    """Write a result as CSV, lists as JSON. With `safe`, an apostrophe precedes a text that a spreadsheet would run as a formula."""
     writer = csv.writer(line := io.StringIO(newline=""))  # it quotes the characters of its own line end, CR and LF
     for values in [table.column_names, *(plain(row).values() for row in table.to_pylist())]:
         writer.writerow([_cell(value, safe=safe) for value in values])
@@ -322,22 +291,3 @@ _SETUP = (
     *(f"create view {name} as select * from _{name}" for name in ALIASES),
     *(f"create view {name} as {query}" for name, (query, _) in VIEWS.items()),
 )
-
-
-@contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    except OutOfMemory as error:
-        raise ValueError(
-            f"the query needs more than {database.MEMORY_BYTES / 2**30:g} GiB: narrow it, or export the run and query the files with DuckDB"
-        ) from error
-    except NotAQuery as error:
-        raise ValueError("the query must be one read-only statement: SELECT, DESCRIBE, SUMMARIZE or EXPLAIN") from error
-    except OSError as error:
-        raise ValueError(f"the query cannot be computed: {error}") from error
-    except (Refused, duckdb.Error) as error:
-        text = re.split(r"\n\s*LINE \d+:", str(error))[0]
-        if re.search(r"syntax error.*[,\"]", text) and re.search(r"\bgroup\b(?!\s+by)", str(error), re.IGNORECASE):
-            text += "; group is an SQL keyword: write group_id"
-        raise ValueError(f"{' '.join(text.split())} (`penstock sql RUN` lists the views)") from error

@@ -11,6 +11,7 @@ import pytest
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
+from penstock.infra.sandbox import parquet
 from penstock.pipeline.archive.archived_log import ArchivedLog, ArchivedSource
 from penstock.pipeline.archive.export import Exported, export
 from penstock.pipeline.archive.files import find_archive
@@ -44,7 +45,7 @@ def test_nothing_of_a_run_of_our_own_is_kept_twice(archive: tuple[Path, Exported
     assert set(done.rows) == set(KINDS)
     for kind in KINDS.values():
         for partition in found.partitions(kind):
-            for table in found.rows(kind, partition):
+            for table in (parquet.rows(group.path, group.number) for group in found.row_groups(kind, partition)):
                 assert [table[name].null_count for name in ("headers", "raw", "problem")] == [len(table)] * 3, kind.name
 
 
