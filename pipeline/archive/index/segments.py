@@ -6,6 +6,7 @@ are read again. `MERGED` files of similar size are merged to one.
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.infra.log import Log, Partition
-from penstock.infra.paths import complete, locked, run_directory
+from penstock.infra.paths import complete, run_directory
 from penstock.pipeline.inspect.tables.run_tables import SAMPLES, Advantages, sample_rows, unscored_rows
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.topic_reader import RunReader
@@ -77,7 +78,9 @@ class Segments:
         if self._lock is None:
             self.directory.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.directory / ".lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            if not locked(lock):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:  # also of a file system without locks
                 os.close(lock)
                 return False
             self._lock, self._files = lock, self._read()

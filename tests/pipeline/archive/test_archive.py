@@ -26,6 +26,7 @@ from penstock.infra.errors import LogError, RecordMissing
 from penstock.infra.kafka.bulk import BulkWriter
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.paths import run_directory
+from penstock.infra.sandbox import parquet
 from penstock.pipeline.archive import export as exporting
 from penstock.pipeline.archive.archived_log import ArchivedLog, ArchivedSource
 from penstock.pipeline.archive.delete import delete, plan_deletion
@@ -138,13 +139,13 @@ def test_an_archive_reads_only_the_row_groups_that_hold_an_offset(
     monkeypatch.setattr("penstock.infra.kafka.bulk.BLOCK_RECORDS", 1)
     written(log, told, tmp_path)
     archive, taken = find_archive(tmp_path), list[int]()
-    whole = Archive.row_group
+    whole = parquet.rows
 
-    def noted(self: Archive, path: Path, number: int) -> pa.Table:
+    def noted(path: Path, number: int) -> pa.Table:
         taken.append(number)
-        return whole(self, path, number)
+        return whole(path, number)
 
-    monkeypatch.setattr(Archive, "row_group", noted)
+    monkeypatch.setattr(parquet, "rows", noted)
     records = [record for record in everything(log, told)["groups"] if record.partition == 0]
     assert len(list(archive.row_groups(KINDS["groups"], 0))) == len(records) > 3
     wanted = [records[3], records[1]]
