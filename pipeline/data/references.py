@@ -35,7 +35,7 @@ def accepted(reference: Any) -> tuple[str, ...]:
 
 
 def reference_text(columns: str | None) -> str | None:
-    """Return the reference answer in a row's columns, which are JSON, as text; None if there is none."""
+    """Return the reference in a row's columns, which are JSON, as text; None if there is none."""
     reference = json.loads(columns or "{}").get("answer")
     return None if reference is None else str(reference)
 
@@ -66,7 +66,7 @@ def with_facts(columns: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str
 
 
 def _alternatives(reference: Any) -> Iterator[str | int | float]:
-    """Yield the texts and numbers that a reference answer accepts. Raises `InvalidReference`."""
+    """Yield the accepted texts and numbers. Raises `InvalidReference`."""
     if isinstance(reference, Mapping) and GROUND_TRUTH in reference:
         reference = reference[GROUND_TRUTH]
     if not isinstance(reference, list | tuple):
@@ -100,7 +100,7 @@ def _written(reference: str | int | float) -> Iterator[str | int | float]:
 
 
 def _named(reference: Any) -> str:
-    """Return a value that cannot be a reference answer as words for an error message."""
+    """Describe a value that cannot be a reference, for an error message."""
     if reference is None:
         return "null"
     if isinstance(reference, str):

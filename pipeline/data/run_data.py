@@ -70,7 +70,7 @@ class PromptOrder:
         return RowId(source, epoch, row)
 
     def _turn(self, index: int) -> tuple[int, int]:
-        """Return the source at an index of a mixture, and the number of its rows before; computed in order and kept."""
+        """Return the source at an index of a mixture, and the number of its rows before."""
         while len(self._turns) <= index:  # the source whose next row is due first, if the rows of each are evenly spaced
             due = [(taken + 0.5) / weight for taken, weight in zip(self._taken, self.weights, strict=True)]
             source = due.index(min(due))

@@ -131,7 +131,7 @@ class Rewards:
         return _awaited(self.names, returned, score) if any(map(inspect.isawaitable, returned)) else score(returned)
 
     def check(self, columns: Mapping[str, Any], *, not_json: Mapping[str, str] | None = None, answer_field: str = "answer") -> None:
-        """Raise `RewardError`, naming the column, if a function lacks a column of this row or a built-in cannot read its answer.
+        """Raise `RewardError`, naming the column, if a function lacks a column of this row or a built-in cannot read its reference.
 
         `not_json` has the columns that JSON cannot represent -> type; `answer_field` is the name of the answer column in the data.
         """

@@ -317,7 +317,7 @@ def group_outcome(samples: Sequence[Rollout], completions: Sequence[str], score:
 
 
 def _filtered(samples: Sequence[ScoredSample], score: Score, algorithm: "AlgorithmSection") -> str | None:
-    """Return the reason why a group is filtered, and so not trained on; None if it is kept."""
+    """Return the reason why a group is filtered, and so not trained on; None if it is not."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     if len(rewards) < min(2, len(samples)):
         causes = "; ".join(dict.fromkeys(score.broken.values())) or "every reward function returned None for the others"

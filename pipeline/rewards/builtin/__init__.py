@@ -48,7 +48,7 @@ _MATH_WORD = re.compile(rf".*(?:\d|\\[a-zA-Z]|\$).*|[-+*/^=<>|()≤≥±]+|[b-zB
 
 
 def candidates(text: str) -> list[str]:
-    r"""Return the texts that may be the final answer of a completion, most likely first; empty if it gives none or is in doubt.
+    r"""Return the texts that may be the final result of a completion, most likely first; empty if it gives none or is in doubt.
 
     Example:
         candidates(r"\boxed{3} first, then \boxed{4}")  # -> ["4"]
@@ -68,7 +68,7 @@ def candidates(text: str) -> list[str]:
 
 
 def _in_prose(text: str) -> list[str]:
-    """Return the possible final answers in a text without a box or tag, from its last sentences; empty if it has none."""
+    """Return the possible final results in a text without a box or tag, from its last sentences; empty if it has none."""
     text = re.sub(r"\b([ap])\.m\.", r"\1m", re.sub(_BOX.pattern + r"\{?", "", text.translate(_WIDE).strip()))
     text = _SYMBOLS.sub("", _MONEY.sub("", text)).replace(" or so", "").replace(" and a half", " and one half")
     text = _JOINED_BY.sub(", ", _EMPHASIS.sub(r"\2", _MARKDOWN.sub("", text)).strip())
@@ -181,7 +181,7 @@ def _gym_library() -> Any:
 
 @lru_cache(maxsize=1)
 def _mathematics() -> Any:
-    """Import the comparison of answers, which needs mpmath. Raises `PluginError` if that is not installed."""
+    """Import the comparison of results, which needs mpmath. Raises `PluginError` if that is not installed."""
     try:
         from penstock.pipeline.rewards.builtin import math_equal
     except ImportError as error:
@@ -190,7 +190,7 @@ def _mathematics() -> Any:
 
 
 def _is_correct(completion: str, accepted_texts: Sequence[str]) -> float | None:
-    """Return 1.0 if a final answer of the completion equals an accepted one, else 0.0; None if no accepted text can be compared.
+    """Return 1.0 if a final result of the completion equals an accepted one, else 0.0; None if no accepted text can be compared.
 
     An accepted text is reduced to the part after `####`, as in GSM8K, and to its last box.
     """

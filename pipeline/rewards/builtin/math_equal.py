@@ -81,7 +81,7 @@ Reading = Words | Quantity | Group | Relation
 
 
 def read(text: str, depth: int = 0) -> Reading:
-    """Parse a normalised answer as words, a quantity, a group or a relation; `depth` is the number of enclosing brackets."""
+    """Parse a normalised text as words, a quantity, a group or a relation; `depth` is the number of enclosing brackets."""
     text = text.rstrip(" .").lstrip()
     if depth > 8:
         return Quantity(text, None)
@@ -264,7 +264,7 @@ def has_content(text: str) -> bool:
 
 
 def _same(first: Reading, second: Reading) -> bool:
-    """True if two parsed answers are equal. A relation such as `x = 3` equals its right side, and a group of one item equals the item."""
+    """True if two parsed texts are equal. A relation such as `x = 3` equals its right side, and a group of one item equals the item."""
     match first, second:
         case Relation(), Relation():
             return _same_relation(first, second)
