@@ -33,7 +33,12 @@ SECURITY = {
 }
 LOGIN = f"--env=PENSTOCK_SECURITY={json.dumps(SECURITY)}"
 PACKAGES = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
-TORCH = (f"--volume={ROOT}:{ROOT}:ro", f"--volume={ROOT / '.venv' / PACKAGES}:/opt/penstock/{PACKAGES}:ro")
+NUMA = next(Path("/usr/lib").rglob("libnuma.so.1"), None)
+TORCH = (
+    f"--volume={ROOT}:{ROOT}:ro",
+    f"--volume={ROOT / '.venv' / PACKAGES}:/opt/penstock/{PACKAGES}:ro",
+    *([f"--volume={NUMA}:{NUMA}:ro"] if NUMA else []),
+)
 """The checkout's packages instead of the image's: those of the image `cpu`, which takes gigabytes."""
 WORKERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "feeder": (LIGHT, ()),

@@ -15,7 +15,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -322,9 +322,25 @@ def _unbind_memory() -> None:
             ctypes.CDLL(None).syscall(number, 0, None, 0)
 
 
+def _missing_library() -> str:
+    """Return what the loader says if vLLM's compiled module needs a system library that is missing; vLLM itself only logs it. Else ""."""
+    try:
+        import_module("vllm._C")
+    except ModuleNotFoundError:
+        return ""  # a build without this module
+    except ImportError as error:
+        return str(error)
+    return ""
+
+
 def translated(error: Exception, arguments: Mapping[str, Any]) -> EngineError:
     """Return an error of vLLM's start as one line with advice."""
     words = one_line(error, characters=400)
+    if missing := _missing_library():
+        advice = (
+            "install the package of your system that has it (libnuma.so.1: libnuma1 on Debian and Ubuntu, numactl-libs on Fedora and RHEL)"
+        )
+        return EngineError(f"vLLM cannot load its compiled module: {missing}: {advice}")
     if "See root cause above" in words:
         words = _logged_error() or words
     if "KV cache" in words or "cache blocks" in words:

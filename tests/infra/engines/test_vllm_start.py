@@ -49,3 +49,14 @@ def test_an_error_of_the_engines_own_process_is_named(tmp_path: Path, monkeypatc
         monkeypatch.setattr(start, "_logged_error", logged)
         told = RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
         assert expected in str(start.translated(told, {"model": "m", "max_model_len": 64}))
+
+
+def test_a_system_library_that_vllm_only_logs_as_missing_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError("libnuma.so.1: cannot open shared object file: No such file or directory", name=name)
+
+    monkeypatch.setattr(start, "import_module", missing)
+    told = AttributeError("'_OpNamespace' '_C' object has no attribute 'init_cpu_memory_env'")
+    text = str(start.translated(told, {"model": "m"}))
+    assert text.startswith("vLLM cannot load its compiled module: libnuma.so.1: cannot open shared object file")
+    assert "libnuma1 on Debian" in text
