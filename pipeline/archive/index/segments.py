@@ -228,7 +228,6 @@ class SampleCopy:
         self._positions: dict[Partition, int] = {}
         self._done = IdSet()
         self._tables: list[pa.Table] = []
-        self._writable = False
 
     @property
     def paths(self) -> list[Path]:
@@ -240,8 +239,7 @@ class SampleCopy:
         `waiting` are groups without an outcome, the oldest admitted at `since_ms`; their samples are read from `rollouts` and returned too.
         """
         reader, assembler, advantages = RunReader(self.log, self.run), GroupAssembler(), Advantages(self._config, trust_code=False)
-        waiting = set(waiting)
-        self._open()
+        writable, waiting = self._open(), set(waiting)
         rows: list[pa.Table] = []
         reached = dict(self._positions)
         for record in reader.records("groups", since=self._positions):
@@ -258,35 +256,39 @@ class SampleCopy:
                     waiting.discard(group.group)  # scored after the caller read the index
                 rows.append(sample_rows(group, [groups.CODEC.batch(part.value) for part in parts], advantages.of(group).tolist()))
             if len(rows) >= GROUPS and not any(assembler.held()):
-                self._keep(rows, reached)
+                self._keep(rows, reached, writable=writable)
                 rows = []
         if not any(assembler.held()):
-            self._keep(rows, reached)
+            self._keep(rows, reached, writable=writable)
             rows = []
         if self._files is not None:
             self._files.close()
         late = unscored_rows(reader, waiting, since=self._since(since_ms)) if waiting else []
         return pa.concat_tables([_EMPTY, *self._tables, *rows, *late])
 
-    def _open(self) -> None:
-        """Continue after the rows in the files, and lock them if no other process appends to them."""
-        if self._files is not None:
-            with contextlib.suppress(OSError):
-                self._writable = self._files.lock()
-            if state := self._files.state:
-                self._positions = {(f"{self.run}.groups", number): offset for number, offset in state["positions"]}
-                self._done = IdSet.from_json(state["groups"])
+    def _open(self) -> bool:
+        """Continue after the rows in the files; return True if this process may append files."""
+        if self._files is None:
+            return False
+        writable = False
+        with contextlib.suppress(OSError):
+            writable = self._files.lock()
+        if state := self._files.state:
+            self._positions = {(f"{self.run}.groups", number): offset for number, offset in state["positions"]}
+            self._done = IdSet.from_json(state["groups"])
+        return writable
 
-    def _keep(self, rows: list[pa.Table], reached: dict[Partition, int]) -> None:
-        """Append rows to the files, or keep these and all later ones in memory: a file's state covers all earlier rows."""
-        if rows and self._writable and self._files is not None:
+    def _keep(self, rows: list[pa.Table], reached: dict[Partition, int], *, writable: bool) -> None:
+        if not rows:
+            return
+        table = pa.concat_tables(rows)
+        if writable and self._files is not None:
             positions = [[number, offset] for (_, number), offset in reached.items()]
-            try:
-                self._files.append(pa.concat_tables(rows), {"positions": positions, "groups": self._done.as_json()})
+            with contextlib.suppress(OSError):
+                self._files.append(table, {"positions": positions, "groups": self._done.as_json()})
+                self._positions = dict(reached)
                 return
-            except OSError:  # e.g. the disk is full
-                self._writable = False
-        self._tables += rows
+        self._tables.append(table)
 
     def _since(self, admitted_ms: int) -> dict[Partition, int]:
         topic = f"{self.run}.rollouts"

@@ -143,24 +143,6 @@ def test_a_copy_of_the_samples_that_grows_with_the_log_equals_a_full_read(tmp_pa
     assert copy.paths and not len(SampleCopy(log, RUN, directory=tmp_path).catch_up((), since_ms=0))
 
 
-def test_a_copy_of_the_samples_loses_no_row_when_the_disk_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log, append, failures = log_with(written()), segments.Segments.append, [OSError("no space left on device")]
-
-    def sometimes(self: segments.Segments, *given: Any) -> None:
-        if failures:
-            raise failures.pop()
-        append(self, *given)
-
-    monkeypatch.setattr(segments, "GROUPS", 4)
-    monkeypatch.setattr(segments.Segments, "append", sometimes)
-    first = SampleCopy(log, RUN, directory=tmp_path)
-    whole = len(first.catch_up((), since_ms=0))
-    assert not first.paths and not failures
-    again = SampleCopy(log, RUN, directory=tmp_path)
-    rest = again.catch_up((), since_ms=0)
-    assert again.paths and sum(len(pq.read_table(path)) for path in again.paths) + len(rest) == whole
-
-
 @pytest.fixture
 def listed() -> GroupList:
     index = RunIndex(RUN)
