@@ -157,7 +157,7 @@ def test_report_and_audit_repeat_a_change_with_the_steps_that_were_done_before()
     assert "reward rew.py:reward after 2 steps: 111111111111 -> 222222222222" in text
     entries = [SimpleNamespace(entry=SimpleNamespace(kind="step", time_ns=int(view.steps[step].time_s * 1e9))) for step in range(4)]
     facts = cast(Facts, SimpleNamespace(changes=changes, entries=entries))
-    assert list(audit_report._changed(facts)) == [
+    assert [next(audit_report._about_the_run(facts))] == [
         "reward rew.py:reward was changed while the run was stopped, after 2 steps: 111111111111 -> 222222222222"
     ]
 
