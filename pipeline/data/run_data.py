@@ -8,6 +8,7 @@ that outcome.
 
 import itertools
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -52,12 +53,8 @@ class PromptOrder:
     ranks: Sequence[NDArray[np.int64] | None] = ()
     _turns: list[tuple[int, int]] = field(default_factory=list)
     """Index -> source, and the number of earlier rows of that source."""
-    _taken: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        if len(self.sizes) != len(self.weights) or not all(weight > 0 for weight in self.weights):
-            raise ValueError(f"{len(self.sizes)} data sources need {len(self.sizes)} weights above 0, not {list(self.weights)}")
-        self._taken = [0] * len(self.sizes)
+    _taken: Counter[int] = field(default_factory=Counter)
+    """Source -> number of its rows in `_turns`."""
 
     def at(self, index: int) -> RowId:
         """Return the row at an index of the order, counted from 0."""
@@ -72,7 +69,7 @@ class PromptOrder:
     def _turn(self, index: int) -> tuple[int, int]:
         """Return the source at an index of a mixture, and the number of its rows before."""
         while len(self._turns) <= index:  # the source whose next row is due first, if the rows of each are evenly spaced
-            due = [(taken + 0.5) / weight for taken, weight in zip(self._taken, self.weights, strict=True)]
+            due = [(self._taken[source] + 0.5) / weight for source, weight in enumerate(self.weights)]
             source = due.index(min(due))
             self._turns.append((source, self._taken[source]))
             self._taken[source] += 1
@@ -81,8 +78,6 @@ class PromptOrder:
 
 def order(seed: int, n: int, size: int, *, shuffle: bool = True) -> tuple[int, int]:
     """Return (epoch, row) of group `n` over a data set of `size` rows; each epoch visits every row once."""
-    if n < 0 or size < 1:
-        raise ValueError(f"group {n} of a data set with {size} rows: expected n >= 0 and size >= 1")
     epoch, index = divmod(n, size)
     return epoch, int(_permutation(seed, epoch, size)[index]) if shuffle else index
 

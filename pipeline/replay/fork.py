@@ -121,6 +121,7 @@ def _config(recording: Recording, step: int, overrides: Sequence[str]) -> Config
 
 
 def _rows_of(recording: Recording, groups: Collection[int]) -> set[int]:
+    """Return the data rows of groups. Raises `ConfigError` for a group without a prompt in the log."""
     reads = RunReader(recording.log, recording.run).prompts(only=set(groups))
     rows = {read.payload.group: read.payload.row for read in reads if read.payload is not None}
     if missing := sorted(set(groups) - rows.keys()):

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -115,6 +114,7 @@ def prepare(config: Config) -> None:
 
 
 def with_model(config: Config, directory: str | Path) -> Config:
+    """Return the configuration with another `model.path`."""
     return with_values(config, "model", path=str(directory))
 
 
@@ -165,6 +165,7 @@ class PlannedGroups:
         return [PlanMember(planned=planned, group=group) for planned, group in zip(plan, strict, strict=True)]
 
     def _search(self, planned: Planned) -> PlanMember:
+        """Return the planned group from any of its records in the topic; else one that differs, with the problem."""
         problem = f"{self.run}.groups has no record of group {planned.group}, expected at {planned.partition}/{planned.offset}"
         group: Group | None = None
         for partition, offset in [(planned.partition, planned.offset), *self._elsewhere(planned.group)]:
@@ -187,6 +188,7 @@ class PlannedGroups:
         return PlanMember(planned=planned, group=group, problem=problem)
 
     def _elsewhere(self, group: int) -> Iterator[tuple[int, int]]:
+        """Yield (partition, offset) of the first part of each record of a group in the topic."""
         if self._index is None:
             self._index = {}
             for outcome in RunReader(self.log, self.run).groups(decode=False, repeats=True):
@@ -206,28 +208,6 @@ class PlannedGroups:
             return [first]
         except LogError:
             return []
-
-
-class ReadAhead:
-    """Reads the groups of the next step in a thread while the current step is trained."""
-
-    def __init__(self, recording: Recording) -> None:
-        self._recording, self._planned = recording, PlannedGroups(recording.log, recording.run)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
-        self._prefetched: dict[int, Future[list[PlanMember]]] = {}
-
-    def take(self, entry: Entry, *, last: int | None = None) -> list[PlanMember]:
-        """Return the groups of a step, and start reading those of the next step if it is at most `last`."""
-        step = entry.step or 0
-        future = self._prefetched.pop(step, None) or self._thread.submit(self._planned.read, entry.plan)
-        following = step + 1
-        if following < len(self._recording.steps) and (last is None or following <= last):
-            self._prefetched[following] = self._thread.submit(self._planned.read, self._recording.steps[following].plan)
-        return future.result()
-
-    def close(self) -> None:
-        """Stop the thread after the read in progress."""
-        self._thread.shutdown(cancel_futures=True)
 
 
 def require_retained(recording: Recording, steps: Sequence[Entry]) -> None:

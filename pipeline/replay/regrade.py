@@ -193,6 +193,7 @@ class Regraded:
 
 
 def _standard(rewards: Sequence[float]) -> Any:
+    """Return rewards [S] with mean 0 and standard deviation 1; zeros if all are equal."""
     values = np.array(rewards)
     return np.zeros(len(values)) if zero_variance(values) else (values - values.mean()) / values.std()
 

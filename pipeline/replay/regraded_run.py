@@ -14,6 +14,7 @@ from penstock.infra.checkpoints import State
 from penstock.infra.errors import PenstockError
 from penstock.infra.paths import run_directory
 from penstock.pipeline.config.load import ConfigError, with_values
+from penstock.pipeline.inspect.report.summary import Progress
 from penstock.pipeline.launch.create import check_inputs, new_id
 from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
 from penstock.pipeline.learner.train_step import Objective, Step, StepOutcome
@@ -87,6 +88,7 @@ class _Branch:
     """Number of candidates whose outcome has been written."""
 
     def write(self, notify: Notify) -> RunRecord:
+        """Copy the parent up to the first regraded step, train the regraded steps, and register the run. Raises `PenstockError`."""
         past, new = self.regraded.past, self.new
         origin = origin_of(self.recording, self.policy, past.first)
         for outcome in self.regraded.source.reader.groups(only=past.settled, decode=False):
@@ -141,7 +143,8 @@ class _Branch:
                 self.manifests.append(replace(manifest, chunk_offsets=(NOWHERE,) * len(manifest.chunk_offsets)))
 
     def _train(self, notify: Notify) -> None:
-        config, policy, shown = self.regraded.config, self.policy, time.monotonic()
+        """Train the regraded steps up to the first whose effective sample size is below the floor, and commit each."""
+        config, policy, progress = self.regraded.config, self.policy, Progress(notify, every_s=PROGRESS_S)
         policy.objective = Objective.of(config, total_steps=config.trainer.initial_steps + policy.steps)
         for step in self.regraded.steps:
             training, started = policy.step(), time.time()
@@ -155,11 +158,8 @@ class _Branch:
                 return
             policy.steps_done += 1
             self._commit(step, outcome, started=started)
-            if time.monotonic() - shown > PROGRESS_S:
-                shown = time.monotonic()
-                notify(
-                    f"{policy.steps_done} of {self.regraded.source.planned_steps} steps trained, ess {outcome.metrics.get('ess', 1.0):.2f}"
-                )
+            planned = self.regraded.source.planned_steps
+            progress(f"{policy.steps_done} of {planned} steps trained, ess {outcome.metrics.get('ess', 1.0):.2f}")
 
     def _commit(self, step: PlannedStep, outcome: StepOutcome, *, started: float) -> None:
         """Write a trained step: the outcomes of groups up to its last one, its ledger entry, and the policy version if one is due."""
@@ -186,6 +186,7 @@ class _Branch:
         self.policy.release_weights()
 
     def _publish(self, digest: str) -> None:
+        """Send the policy's weights as its next version, and delete chunks of earlier versions as configured."""
         version, step = self.policy.version, self.policy.steps_done
         self.manifests.append(self.new.send(self.policy.weights().tensors, version=version, step=step, digest=digest))
         self._append("version", version=version, step=step, digest=digest, metrics={"bytes": float(self.manifests[-1].nbytes)})

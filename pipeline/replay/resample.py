@@ -132,7 +132,9 @@ def resample(log: Log, run: str, request: ResampleRequest, *, notify: Callable[[
             f"group {min(prompts)} has no sample yet" if len(prompts) == 1 else f"no sample of groups {sorted(prompts)} is recorded"
         )
     stop_ids = json.loads(recorded.record.info)["digests"]["stop_ids"]
-    by_version = by_start_version(samples, version=request.version)
+    by_version: dict[int, dict[tuple[int, int], Rollout]] = {}
+    for key, sample in sorted(samples.items()):
+        by_version.setdefault(int(sample.span_versions[0]) if request.version is None else request.version, {})[key] = sample
     for version in by_version:
         if version not in past.ledger_state.manifests:
             raise ConfigError(
@@ -162,14 +164,6 @@ def groups_of(past: LedgerHistory, request: ResampleRequest) -> list[int]:
         committed = f"steps 0 to {len(steps) - 1} are" if steps else "no step is"
         raise ConfigError(f"--step {request.step}: this step is not committed; {committed}")
     return [planned.group for planned in steps[request.step].plan]
-
-
-def by_start_version(samples: Mapping[tuple[int, int], Rollout], *, version: int | None) -> dict[int, dict[tuple[int, int], Rollout]]:
-    """Return policy version -> the samples to regenerate under it: `version`, or if None the version that each sample started with."""
-    by_version: dict[int, dict[tuple[int, int], Rollout]] = {}
-    for key, sample in sorted(samples.items()):
-        by_version.setdefault(int(sample.span_versions[0]) if version is None else version, {})[key] = sample
-    return by_version
 
 
 def generate(

@@ -51,6 +51,7 @@ class Comparison:
     """Number of samples without a new reward: no function applies to them, or one failed."""
 
     def add(self, result: ScoredGroup | SkippedGroup) -> None:
+        """Add a group's result: compare its outcome and the rewards of its samples with the recorded ones."""
         if isinstance(result, SkippedGroup):
             self.skipped.append({"group": result.number, "before": result.before, "why": result.reason})
             return
@@ -74,6 +75,7 @@ class Comparison:
                 self._compare(result.case.group, result.group, old, sample, (old.reward, sample.reward))
 
     def _compare(self, was: Group, now: Group, old: ScoredSample, new: ScoredSample, rewards: tuple[float, float]) -> None:
+        """Add a sample that has both rewards, (recorded, new): its function values by name, and whether it crosses the threshold."""
         self.rewards.append(rewards)
         self.prompts[now.row][2].append(rewards)
         earlier = dict(zip(_names_of(was.reward_names), old.components, strict=False))
@@ -225,6 +227,7 @@ def as_page(report: Plain) -> str:
 
 
 def _details(report: Plain) -> list[str]:
+    """Return the lines about single groups, samples and prompts that changed, at most `SHOWN` per list."""
     reasons = [f" ({_short(row['reason'])})" if row["reason"] else "" for row in report["changed_outcomes"]]
     pairs = zip(report["changed_outcomes"], reasons, strict=True)
     changed = [f"group {row['group']}: {row['before']} -> {row['after']}{reason}" for row, reason in pairs]
@@ -241,6 +244,7 @@ def _details(report: Plain) -> list[str]:
 
 
 def _summary(report: Plain) -> list[str]:
+    """Return the lines with the totals of the report."""
     reward = report["reward"]
     edited = _edited(reward)
     before, after = (_functions(reward[when], edited) for when in ("before", "after"))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,7 +24,7 @@ from penstock.pipeline.config.load import Config, ConfigError, to_json
 from penstock.pipeline.data.tokenization import Decoder, digests
 from penstock.pipeline.inspect.recorded_run import RecordedRun
 from penstock.pipeline.rewards.functions import Score
-from penstock.pipeline.rewards.scoring import RewardPool, group_of, group_outcome, payload_of, reward_pool
+from penstock.pipeline.rewards.scoring import group_of, group_outcome, payload_of, reward_pool
 from penstock.pipeline.runtime.registration.run_registry import find, make_key, write
 from penstock.pipeline.runtime.topic_reader import Read
 from penstock.pipeline.runtime.weights.publish import chunk_partitions, manifest_record, send_version
@@ -194,36 +194,26 @@ def score_groups(
     """
     settings = {"max_steps": steps, "max_completion_length": config.max_completion_tokens, "by_source": config.data.rewards}
     with reward_pool(config.reward, size=processes, **settings) as pool:
-        waiting: dict[int, Case | SkippedGroup] = {}
+        waiting: dict[int, Case] = {}
         ended: dict[int, ScoredGroup | SkippedGroup] = {}
         yielded = 0
-        for number, case in enumerate(recorded):
+        for number, case in enumerate(chain(recorded, (None,))):
             if isinstance(case, SkippedGroup):
                 ended[number] = case
-            else:
+            elif case is not None:
                 waiting[number] = case
                 per_version = config.schedule.steps_per_version
                 payload = payload_of(case.group, case.samples, case.completions, messages=case.messages, steps_per_version=per_version)
                 pool.submit(number, payload)
-            while len(waiting) + len(ended) >= WINDOW * processes and yielded not in ended:
-                _take(pool, waiting, ended, config)
-            while yielded in ended:
-                yield ended.pop(yielded)
-                yielded += 1
-        while waiting or ended:
-            while yielded not in ended:
-                _take(pool, waiting, ended, config)
-            yield ended.pop(yielded)
-            yielded += 1
-
-
-def _take(
-    pool: RewardPool[int], waiting: dict[int, Case | SkippedGroup], ended: dict[int, ScoredGroup | SkippedGroup], config: Config
-) -> None:
-    for result in pool.poll(POLL_S):
-        case = waiting.pop(result.key)
-        assert isinstance(case, Case)
-        ended[result.key] = ScoredGroup(case=case, group=scored_group(case, result, config))
+            most = 0 if case is None else WINDOW * processes - 1
+            while yielded in ended or len(waiting) + len(ended) > most:
+                if yielded in ended:
+                    yield ended.pop(yielded)
+                    yielded += 1
+                else:
+                    for result in pool.poll(POLL_S):
+                        scored = waiting.pop(result.key)
+                        ended[result.key] = ScoredGroup(case=scored, group=scored_group(scored, result, config))
 
 
 def scored_group(case: Case, result: Done[int] | Failed[int], config: Config) -> Group:
@@ -304,8 +294,10 @@ class NewRun:
 
     def add(self, result: ScoredGroup | SkippedGroup) -> None:
         """Write the new outcome of a group. For a skipped group the recorded outcome, if any, is written."""
-        if result.group is not None:
-            self.write_group(_stamped(result, result.group), result.partition)
+        if (group := result.group) is not None:
+            # The recorded time of scoring keeps the order of arrival.
+            first_scored = isinstance(result, ScoredGroup) and result.case.before is None
+            self.write_group(replace(group, scored_ns=time.time_ns()) if first_scored else group, result.partition)
 
     def write_group(self, group: Group, partition: int) -> str:
         """Write the outcome of a group to `partition` of `groups`; return its SHA-256."""
@@ -402,9 +394,3 @@ class NewRun:
         for record, offset in zip(self._waiting, offsets, strict=True):
             self.offsets.setdefault(int(record.key or b""), offset)
         self._waiting, self._bytes = [], 0
-
-
-def _stamped(result: ScoredGroup | SkippedGroup, group: Group) -> Group:
-    """Return the group with its time of scoring: now if it was never scored, else the recorded time, which keeps the order of arrival."""
-    first_scored = isinstance(result, ScoredGroup) and result.case.before is None
-    return replace(group, scored_ns=time.time_ns()) if first_scored else group

@@ -4,7 +4,6 @@ A recomputed step that differs from the ledger is an error.
 """
 
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from penstock.infra.errors import BackendError, CheckpointError, PenstockError, Unrecoverable
 from penstock.infra.tensors.stream import TensorBytes, hash_of
 from penstock.pipeline.config.load import Config
+from penstock.pipeline.inspect.report.summary import Progress
 from penstock.pipeline.learner.ledger_history import read_planned
 from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer, arithmetic_of, changed_arithmetic, repeat
 from penstock.pipeline.replay.recording import Recording, require_retained, with_model
@@ -66,7 +66,7 @@ def advance_to(policy: PolicyTrainer, recording: Recording, step: int, *, notify
 
 def recompute(policy: PolicyTrainer, recording: Recording, step: int, *, notify: Notify) -> None:
     """Recompute the steps from `policy.steps_done` to before `step`. Raises `Unrecoverable` if one differs, `PenstockError`."""
-    shown = time.monotonic()
+    progress = Progress(notify, every_s=PROGRESS_S)
     require_retained(recording, recording.steps[policy.steps_done : step])
     for entry in recording.steps[policy.steps_done : step]:
         apply_rebase(policy, recording, notify=notify)
@@ -77,9 +77,7 @@ def recompute(policy: PolicyTrainer, recording: Recording, step: int, *, notify:
                 f"cannot restore the state before step {step}: recomputing step {entry.step} gave {numbers}; "
                 f"details: penstock replay train {recording.run}"
             )
-        if time.monotonic() - shown > PROGRESS_S:
-            shown = time.monotonic()
-            notify(f"restoring the state before step {step}: {policy.steps_done} steps recomputed")
+        progress(f"restoring the state before step {step}: {policy.steps_done} steps recomputed")
 
 
 def apply_rebase(policy: PolicyTrainer, recording: Recording, *, notify: Notify) -> None:
@@ -121,6 +119,7 @@ def weights_of(recording: Recording, version: int) -> list[TensorBytes]:
 
 
 def _open_policy(recording: Recording, config: Config, steps: int, stack: ExitStack, notify: Notify) -> PolicyTrainer:
+    """Open the model of `config` if it has the weights of version 0, else its architecture with version 0 from the log."""
     manifest = recording.ledger_state.manifests.get(0)
     if manifest is None:
         raise PenstockError(f"{recording.run} has not published its initial weights; start its trainer first")

@@ -5,6 +5,7 @@ New plans never drop a group as stale: training on recorded samples is off-polic
 
 import time
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from penstock.infra.log import Tail
 from penstock.pipeline.algorithms.advantages import zero_variance
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.learner.policy_trainer import Notify
-from penstock.pipeline.replay.recording import POLL_S, PlanMember, PlannedGroups, ReadAhead, Recording
+from penstock.pipeline.replay.recording import POLL_S, PlanMember, PlannedGroups, Recording
 from penstock.pipeline.replay.restore_policy import PROGRESS_S, StartPoint
 from penstock.pipeline.runtime.topic_reader import RunReader, deleted
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
@@ -59,6 +60,7 @@ class Selection:
         return sum(1 for _ in Selection(self.recording, self.config, without=self.without).plans())
 
     def _selected(self, batches: Iterator[list[Record]]) -> Iterator[Planned]:
+        """Yield the groups in the order in which the new filter, order and number of prompts select them."""
         for batch in batches:
             for record in batch:
                 if (candidate := self._candidate(record)) is not None:
@@ -83,6 +85,7 @@ class Selection:
         yield []
 
     def _follow(self) -> Iterator[list[Record]]:
+        """Yield the records of `groups` in batches as they arrive, until the run is closed."""
         topic, log = f"{self.recording.run}.groups", self.recording.log
         partitions = [(topic, p) for p in range(log.partitions(topic) or 0)]
         tail = log.tail(dict.fromkeys(partitions, "earliest"))
@@ -100,6 +103,7 @@ class Selection:
             tail.close()
 
     def _candidate(self, record: Record) -> Candidate | None:
+        """Return the group of a record for the selector, from its headers; None for later parts and unreadable records."""
         try:
             headers = groups.check(record, run=self.recording.run)
         except Unusable:
@@ -238,13 +242,21 @@ def await_weights(recording: Recording, request: ReplayRequest) -> None:
 
 
 def _recorded(recording: Recording, request: ReplayRequest, times: Times, notify: Notify) -> Iterator[StepToTrain]:
-    """Yield the requested recorded steps; wait for later ones if the replay follows the run."""
-    ahead, number, waiting = ReadAhead(recording), request.from_step, False
+    """Yield the requested recorded steps; wait for later ones if the replay follows the run.
+
+    While the caller trains a step, a thread reads the groups of the next one.
+    """
+    planned, number, waiting = PlannedGroups(recording.log, recording.run), request.from_step, False
+    ahead: Future[list[PlanMember]] | None = None
+    reader = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
     try:
         while request.to_step is None or number <= request.to_step:
             if number < len(recording.steps):
                 entry = recording.steps[number]
-                yield StepToTrain(number=number, recorded=entry, members=ahead.take(entry, last=request.to_step))
+                current, ahead = ahead or reader.submit(planned.read, entry.plan), None
+                if number + 1 < len(recording.steps) and number != request.to_step:
+                    ahead = reader.submit(planned.read, recording.steps[number + 1].plan)
+                yield StepToTrain(number=number, recorded=entry, members=current.result())
                 number += 1
             elif not request.follow or recording.over:
                 return
@@ -255,7 +267,7 @@ def _recorded(recording: Recording, request: ReplayRequest, times: Times, notify
                 recording.wait()
                 times.waited_s += time.monotonic() - start
     finally:
-        ahead.close()
+        reader.shutdown(cancel_futures=True)
 
 
 def _selected(recording: Recording, request: ReplayRequest, times: Times, selection: Selection) -> Iterator[StepToTrain]:

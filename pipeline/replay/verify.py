@@ -142,6 +142,7 @@ def _differing_samples(recording: Recording, member: PlanMember) -> list[dict[st
 
 
 def _differing_fields(scored: Rollout, recorded: Rollout) -> Iterator[Mapping[str, Any]]:
+    """Yield a row per field (of arrays per token, at most `SHOWN`) in which a sample in `groups` differs from its record in `rollouts`."""
     for name in ("token_ids", "behaviour_logprobs", "loss_mask", "span_versions", "span_starts"):
         now, then = np.asarray(getattr(scored, name)), np.asarray(getattr(recorded, name))
         if now.shape != then.shape:
@@ -215,6 +216,7 @@ def report_arithmetic(changes: list[dict[str, object]], notify: Notify) -> None:
 
 
 def _train(policy: PolicyTrainer, recording: Recording, request: ReplayRequest, result: ReplayResult, notify: Notify) -> None:
+    """Recompute the requested steps and compare each with the ledger; stop at the first difference unless the request keeps going."""
     progress = lambda: notify(_progress(result, recording))  # noqa: E731
     with closing(replay_steps(recording, request, times=result.times, progress=progress, notify=notify)) as steps:
         for step in steps:
@@ -227,7 +229,10 @@ def _train(policy: PolicyTrainer, recording: Recording, request: ReplayRequest, 
                 notify(f"step {entry.step} cannot be trained: {unreadable[0].problem}")
                 return
             repetition = repeat(policy, entry, [member.group for member in step.members if member.group is not None])
-            _count(result, recording, entry, repetition)
+            result.steps += 1
+            if entry.digest is not None or published_version(recording, entry) is not None:
+                result.digests, result.digest = result.digests + 1, repetition.weights.digest
+            result.compute_s += repetition.outcome.metrics["compute_s"]
             if altered or repetition.differences or not published_as(recording, repetition):
                 result.first = result.first or difference(recording, entry, altered, repetition)
                 if not request.keep_going:
@@ -238,14 +243,6 @@ def _train(policy: PolicyTrainer, recording: Recording, request: ReplayRequest, 
                 distance = drift(repetition.weights.tensors, weights_of(recording, version))
                 result.drift.append({"step": entry.step or 0, **distance})
     result.whole = True
-
-
-def _count(result: ReplayResult, recording: Recording, entry: Entry, repetition: Repetition) -> None:
-    result.steps += 1
-    if entry.digest is not None or published_version(recording, entry) is not None:
-        result.digests += 1
-        result.digest = repetition.weights.digest
-    result.compute_s += repetition.outcome.metrics["compute_s"]
 
 
 def busy_s(recording: Recording, steps: list[Entry]) -> float:
@@ -277,6 +274,7 @@ def as_text(result: ReplayResult) -> str:
 
 
 def _lines_of(first: Mapping[str, Any], *, run: str) -> Iterator[str]:
+    """Yield lines for the terminal about the first step that differs, which `difference` describes."""
     cause = "groups in the log are not the planned ones" if first["cause"] == "records" else "the same groups give other numbers"
     yield f"{run}: step {first['step']} is the first that differs: {cause}"
     for group in first["groups"] if first["cause"] == "records" else []:

@@ -112,6 +112,7 @@ def _train(
     notify: Notify,
     without: Collection[int],
 ) -> None:
+    """Train the steps of the request; add each to `result`, and every few seconds send their metrics to the MLflow run `points`."""
     unsent: list[Point] = []
 
     def send() -> None:
@@ -196,6 +197,8 @@ def _policy_at_start(
 
 
 def _row(number: int, outcome: StepOutcome, entry: Entry | None) -> dict[str, Any]:
+    """Return a step's number, and its metrics among `CURVES` in the what-if and in the recorded run (None without its entry)."""
+
     def curves(metrics: Mapping[str, float]) -> dict[str, float]:
         return {name: metrics[name] for name in CURVES if name in metrics}
 
@@ -205,12 +208,10 @@ def _row(number: int, outcome: StepOutcome, entry: Entry | None) -> dict[str, An
 def _points(number: int, outcome: StepOutcome, entry: Entry | None) -> Iterator[Point]:
     """Yield a step's metrics for MLflow: those of the what-if as `train/NAME`, the recorded ones as `recorded/NAME`."""
     now_ms = time.time_ns() // 1_000_000
-    for name, value in outcome.metrics.items():
-        if not name.endswith("_at"):
-            yield Point(key=f"train/{name}", value=value, timestamp_ms=now_ms, step=number)
-    for name, value in entry.metrics.items() if entry is not None else ():
-        if not name.endswith("_at"):
-            yield Point(key=f"recorded/{name}", value=value, timestamp_ms=now_ms, step=number)
+    for prefix, metrics in (("train", outcome.metrics), ("recorded", entry.metrics if entry is not None else {})):
+        for name, value in metrics.items():
+            if not name.endswith("_at"):
+                yield Point(key=f"{prefix}/{name}", value=value, timestamp_ms=now_ms, step=number)
 
 
 def _progress(row: Mapping[str, Any]) -> str:

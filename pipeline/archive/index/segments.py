@@ -91,15 +91,16 @@ class Segments:
         """Write the rows as a new file with the metadata `state`, and merge files if there are enough. Call `lock` first."""
         first = self._files[-1].last + 1 if self._files else 0
         self._files.append(self._write(first, first, table, state))
-        while len(parts := self._files[-MERGED:]) == MERGED and len({_level(part.rows) for part in parts}) == 1:
-            import pyarrow.parquet as pq
+        with contextlib.suppress(OSError):  # the rows are written; a later `append` merges
+            while len(parts := self._files[-MERGED:]) == MERGED and len({_level(part.rows) for part in parts}) == 1:
+                import pyarrow.parquet as pq
 
-            if sum(part.path.stat().st_size for part in parts) > MERGED_BYTES:
-                return
-            tables = [pq.read_table(part.path) if self._suffix == "parquet" else part.table for part in parts]
-            merged = pa.concat_tables(tables, promote_options="default").combine_chunks()
-            self._files[-MERGED:] = [self._write(parts[0].first, parts[-1].last, merged, state)]
-            self._clear()
+                if sum(part.path.stat().st_size for part in parts) > MERGED_BYTES:
+                    return
+                tables = [pq.read_table(part.path) if self._suffix == "parquet" else part.table for part in parts]
+                merged = pa.concat_tables(tables, promote_options="default").combine_chunks()
+                self._files[-MERGED:] = [self._write(parts[0].first, parts[-1].last, merged, state)]
+                self._clear()
 
     def close(self) -> None:
         if self._lock is not None:
@@ -228,6 +229,7 @@ class SampleCopy:
         self._positions: dict[Partition, int] = {}
         self._done = IdSet()
         self._tables: list[pa.Table] = []
+        self._writable = False
 
     @property
     def paths(self) -> list[Path]:
@@ -239,7 +241,8 @@ class SampleCopy:
         `waiting` are groups without an outcome, the oldest admitted at `since_ms`; their samples are read from `rollouts` and returned too.
         """
         reader, assembler, advantages = RunReader(self.log, self.run), GroupAssembler(), Advantages(self._config, trust_code=False)
-        writable, waiting = self._open(), set(waiting)
+        waiting = set(waiting)
+        self._open()
         rows: list[pa.Table] = []
         reached = dict(self._positions)
         for record in reader.records("groups", since=self._positions):
@@ -256,39 +259,35 @@ class SampleCopy:
                     waiting.discard(group.group)  # scored after the caller read the index
                 rows.append(sample_rows(group, [groups.CODEC.batch(part.value) for part in parts], advantages.of(group).tolist()))
             if len(rows) >= GROUPS and not any(assembler.held()):
-                self._keep(rows, reached, writable=writable)
+                self._keep(rows, reached)
                 rows = []
         if not any(assembler.held()):
-            self._keep(rows, reached, writable=writable)
+            self._keep(rows, reached)
             rows = []
         if self._files is not None:
             self._files.close()
         late = unscored_rows(reader, waiting, since=self._since(since_ms)) if waiting else []
         return pa.concat_tables([_EMPTY, *self._tables, *rows, *late])
 
-    def _open(self) -> bool:
-        """Continue after the rows in the files; return True if this process may append files."""
-        if self._files is None:
-            return False
-        writable = False
-        with contextlib.suppress(OSError):
-            writable = self._files.lock()
-        if state := self._files.state:
-            self._positions = {(f"{self.run}.groups", number): offset for number, offset in state["positions"]}
-            self._done = IdSet.from_json(state["groups"])
-        return writable
-
-    def _keep(self, rows: list[pa.Table], reached: dict[Partition, int], *, writable: bool) -> None:
-        if not rows:
-            return
-        table = pa.concat_tables(rows)
-        if writable and self._files is not None:
-            positions = [[number, offset] for (_, number), offset in reached.items()]
+    def _open(self) -> None:
+        """Continue after the rows in the files, and lock them if no other process appends to them."""
+        if self._files is not None:
             with contextlib.suppress(OSError):
-                self._files.append(table, {"positions": positions, "groups": self._done.as_json()})
-                self._positions = dict(reached)
+                self._writable = self._files.lock()
+            if state := self._files.state:
+                self._positions = {(f"{self.run}.groups", number): offset for number, offset in state["positions"]}
+                self._done = IdSet.from_json(state["groups"])
+
+    def _keep(self, rows: list[pa.Table], reached: dict[Partition, int]) -> None:
+        """Append rows to the files, or keep these and all later ones in memory: a file's state covers all earlier rows."""
+        if rows and self._writable and self._files is not None:
+            positions = [[number, offset] for (_, number), offset in reached.items()]
+            try:
+                self._files.append(pa.concat_tables(rows), {"positions": positions, "groups": self._done.as_json()})
                 return
-        self._tables.append(table)
+            except OSError:  # e.g. the disk is full
+                self._writable = False
+        self._tables += rows
 
     def _since(self, admitted_ms: int) -> dict[Partition, int]:
         topic = f"{self.run}.rollouts"

@@ -104,18 +104,6 @@ def text_of(message: Message) -> str:
     raise TemplateRefused(f"content of a message of role {str(message.get('role'))[:40]!r} is neither a string nor a list of text parts")
 
 
-def shortened(text: str, tokens: int, tokenizer: Any) -> str:
-    """Return the first `tokens` tokens of a text with a note that it was truncated; the text itself if it is not longer.
-
-    Example:
-        shortened("one two three", 2, tokenizer)  # -> "one two [truncated: the first 2 of 3 tokens]"
-    """
-    encoded = tokenizer.encode(text, add_special_tokens=False)
-    if len(encoded.ids) <= tokens:
-        return text
-    return f"{text[: encoded.offsets[tokens - 1][1]]} [truncated: the first {tokens:,} of {len(encoded.ids):,} tokens]"
-
-
 def plain(message: Message, *, developer: bool = False) -> dict[str, Any]:
     """Return a message as templates expect it: text content, arguments of tool calls decoded if they are JSON objects, no null fields.
 
@@ -201,7 +189,11 @@ class Template(Protocol):
         ...
 
     def shortened(self, text: str, tokens: int) -> str:
-        """Return the first `tokens` tokens of a text with a note that it was truncated; the text itself if it is not longer."""
+        """Return the first `tokens` tokens of a text with a note that it was truncated; the text itself if it is not longer.
+
+        Example:
+            template.shortened("one two three", 2)  # -> "one two [truncated: the first 2 of 3 tokens]"
+        """
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:

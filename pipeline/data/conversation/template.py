@@ -13,16 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.data.conversation.control_tokens import ControlTokens
-from penstock.pipeline.data.conversation.messages import (
-    Message,
-    ParsedCompletion,
-    Template,
-    TemplateRefused,
-    Tools,
-    plain,
-    shortened,
-    text_of,
-)
+from penstock.pipeline.data.conversation.messages import Message, ParsedCompletion, Template, TemplateRefused, Tools, plain, text_of
 from penstock.pipeline.data.conversation.parsers import format_of, read_calls, split_harmony, split_reasoning
 from penstock.pipeline.data.model_files import (
     chat_template_of,
@@ -144,7 +135,10 @@ class _TokenizedText:
     _tokenizer: Any
 
     def shortened(self, text: str, tokens: int) -> str:
-        return shortened(text, tokens, self._tokenizer)
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        if len(encoded.ids) <= tokens:
+            return text
+        return f"{text[: encoded.offsets[tokens - 1][1]]} [truncated: the first {tokens:,} of {len(encoded.ids):,} tokens]"
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))

@@ -18,7 +18,6 @@ PAD, BOS, EOS = 0, 1, 2
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 POSITIONS = 2048
 """Maximum sequence length; leaves room for real prompts at one token per character."""
-WARM_STEPS = 200
 
 Progress = Callable[[int, int, float], None]
 Text = list[tuple[str, bool]]
@@ -37,16 +36,13 @@ class PretrainTask:
     heads: int
 
 
-def _successors(count: int, rng: random.Random) -> list[Text]:
-    return [[(row["prompt"], False), (row["answer"], True)] for row in demonstrations(count, rng)]
-
-
-def _walks(count: int, rng: random.Random) -> list[Text]:
-    return [demonstration(rng) for _ in range(count)]
-
-
-SUCCESSOR = PretrainTask(demonstrations=_successors, steps=WARM_STEPS, batch=64, peak_lr=5e-3, layers=3, heads=2)
-LAKE = PretrainTask(demonstrations=_walks, steps=200, batch=32, peak_lr=3e-3, layers=2, heads=4)
+SUCCESSOR = PretrainTask(
+    demonstrations=lambda count, rng: [[(row["prompt"], False), (row["answer"], True)] for row in demonstrations(count, rng)],
+    steps=200, batch=64, peak_lr=5e-3, layers=3, heads=2,
+)  # fmt: skip
+LAKE = PretrainTask(
+    demonstrations=lambda count, rng: [demonstration(rng) for _ in range(count)], steps=200, batch=32, peak_lr=3e-3, layers=2, heads=4
+)
 
 
 def make_tiny_model(

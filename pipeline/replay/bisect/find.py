@@ -7,11 +7,11 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.infra.errors import ConfigError, PenstockError
 from penstock.pipeline.config.load import Config
@@ -51,8 +51,7 @@ HIGHER = {
 MOST_UNUSUAL = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
+class Cause(NamedTuple):
     """A possible cause of the failing test."""
 
     kind: str
@@ -90,19 +89,19 @@ def of_groups(
     mine, others = ([group for group in members if (group.group in culprits) == culprit] for culprit in (True, False))
     named = f"group {mine[0].group}" if len(mine) == 1 else f"the {len(mine)} groups"
     if (share := sum(weights[group] for group in culprits) / (sum(weights.values()) or 1.0)) > 0.5:
-        yield Cause(kind="weight", text=f"{named}: {share:.0%} of the gradient weight of {len(members)} groups")
+        yield Cause("weight", f"{named}: {share:.0%} of the gradient weight of {len(members)} groups")
     usual = [reward for group in others for reward in group.rewards] or [0.0]
     low, high = min(usual), max(usual)
     paid = [(sample.reward, sample.completion) for group in mine for sample in group.samples if sample.reward is not None]
     odd, completion = max(paid, key=lambda pair: max(pair[0] - high, low - pair[0]), default=(low, ""))
     if not low <= odd <= high:
         text = f"{named}: a reward of {odd:g} for {_short(completion)}; rewards of the step's other groups range from {low:g} to {high:g}"
-        yield Cause(kind="reward", text=text)
+        yield Cause("reward", text)
     recorded = read_run(recording.log, recording.run)
     yield from _flips(recorded, mine, notify)
     sources = {source_of(group.columns) for group in mine}
     if len(sources) == 1 < len(mine) and any(source_of(group.columns) not in sources for group in others):
-        yield Cause(kind="source", text=f"{named}: all prompts are from the data source {sources.pop()}")
+        yield Cause("source", f"{named}: all prompts are from the data source {sources.pop()}")
     yield from _rows(recording, recorded, step, mine)
 
 
@@ -112,16 +111,16 @@ def of_step(recording: Recording, step: int) -> Iterator[Cause]:
     since = f"median of the {min(step, BEFORE)} steps before"
     if "ess" in now and now["ess"] < usual.get("ess", 0.0) / 2:
         text = f"step {step}: heavy-tailed importance ratios: effective sample size {now['ess']:.3g}, {since} {usual['ess']:.3g}"
-        yield Cause(kind="ratios", text=text)
+        yield Cause("ratios", text)
     for name, (times, kind, title) in HIGHER.items():
         if _multiple(now, usual, name) > times:
-            yield Cause(kind=kind, text=f"step {step}: {title} {now[name]:.3g}, {since} {usual[name]:.3g}")
+            yield Cause(kind, f"step {step}: {title} {now[name]:.3g}, {since} {usual[name]:.3g}")
     for entry in recording.entries:
         if entry.kind == "rebased" and entry.step in (step, step + 1):
             text = f"after {entry.step} steps the trainer was restarted, and the steps that it recomputed differed from the ledger (rebase)"
-            yield Cause(kind="rebase", text=text)
+            yield Cause("rebase", text)
         if entry.kind == "stale" and entry.step == step and len(entry.groups) >= len(recording.steps[step].plan):
-            yield Cause(kind="stale", text=f"{len(entry.groups)} groups were dropped as stale before step {step}")
+            yield Cause("stale", f"{len(entry.groups)} groups were dropped as stale before step {step}")
 
 
 def unusual_steps(recording: Recording, steps: Iterable[int]) -> list[int]:
@@ -141,6 +140,7 @@ def _usual(recording: Recording, step: int) -> dict[str, float]:
 
 
 def _multiple(now: Mapping[str, float], usual: Mapping[str, float], name: str) -> float:
+    """Return a metric of a step as a multiple of its usual value; 0 if that is unknown or 0."""
     if name not in usual:
         return 0.0
     least = max(usual[name], 1.0 if name == "lag_max" else 0.0)
@@ -164,7 +164,7 @@ def _flips(recorded: RecordedRun, members: Sequence[Group], notify: Callable[[st
         then, now, text = max(changes, key=lambda change: abs(change[0] - change[1]))
         counted = f"{len(changes)} of {sum(len(group.samples) for group in members)} rewards"
         change = f"{then:g} -> {now:g} for {_short(text)}"
-        yield Cause(kind="flip", text=f"{counted} change when the reward functions on this machine score them again: {change}")
+        yield Cause("flip", f"{counted} change when the reward functions on this machine score them again: {change}")
 
 
 def _rows(recording: Recording, recorded: RecordedRun, step: int, members: Sequence[Group]) -> Iterator[Cause]:
@@ -178,7 +178,7 @@ def _rows(recording: Recording, recorded: RecordedRun, step: int, members: Seque
         if earlier := sorted(steps[group.row]):
             shown = ", ".join(map(str, earlier[-5:]))
             text = f"row {group.row} of the data (group {group.group}) was already trained on in {len(earlier)} earlier steps: {shown}"
-            yield Cause(kind="row", text=text)
+            yield Cause("row", text)
 
 
 def _short(text: str) -> str:
@@ -304,7 +304,7 @@ class _Search:
             "passes_after": change.end,
             "lower_rate": rate,
             "problem": problem,
-            "causes": [asdict(cause) for cause in causes],
+            "causes": [cause._asdict() for cause in causes],
             "next": self._fork(start, options),
         }
 
@@ -389,6 +389,7 @@ def as_text(result: Mapping[str, Any]) -> str:
 
 
 def _step(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield lines for the terminal about the step and the groups that make the test fail."""
     run, step, groups, near = result["run"], result["step"], result["groups"], result["near"]
     for point in result["measured"]:
         shown = ", ".join(f"{name} {'-' if value is None else format(value, '.4g')}" for name, value in point["values"].items())
@@ -420,6 +421,7 @@ def _step(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _settings(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield lines for the terminal about the settings that make the test pass."""
     untried = sorted(result["against"].keys() - set(result["tried"]))
     if untried:
         yield f"not tried, because a replay cannot change these settings: {', '.join(untried)}"

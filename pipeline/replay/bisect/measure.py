@@ -144,6 +144,7 @@ class Measurer:
         return run_directory(self.recording.run) / "bisect" / "results.json"
 
     def _recorded_evaluations(self) -> dict[int, Values]:
+        """Return state -> metrics (`eval/…`) of the evaluation that the run made there."""
         run, evaluations = self.recording.run, dict[int, Values]()
         for record in scan(self.recording.log, f"{run}.metrics"):
             with suppress(Unusable):
@@ -154,6 +155,10 @@ class Measurer:
         return evaluations
 
     def _tested(self, experiment: Experiment, key: str) -> Values:
+        """Return what the test needs of a state in addition to recorded metrics of its step: from the run, from disk, or measured now.
+
+        Raises `OutOfReplays` if the state needs a replay with changes and none is left.
+        """
         if experiment.start is None and self.criterion.any_of and not self.criterion.evaluates:
             return {}
         if experiment.start is None and experiment.end in self.recorded:
@@ -172,6 +177,7 @@ class Measurer:
         return self._results[key]
 
     def _measured(self, experiment: Experiment) -> dict[str, float]:
+        """Measure a state: its evaluation or the command's exit status, and the metrics of a step that was trained for it."""
         self.notify(f"measuring the state {experiment}")
         tensors, values = self._weights(experiment)
         if self.criterion.evaluates:
@@ -203,6 +209,7 @@ class Measurer:
         return policy.weights().tensors, values
 
     def _evaluated(self, experiment: Experiment, tensors: Sequence[TensorBytes]) -> dict[str, float]:
+        """Evaluate weights on the run's held-out prompts; return `eval/…` metrics."""
         config = self.recording.config
         if self._evaluator is None:
             engine, info, run = make_engine(config), self.recording.info, self.recording.run
@@ -214,6 +221,7 @@ class Measurer:
         return {f"eval/{name}": value for name, value in values.items()}
 
     def _command(self, experiment: Experiment, tensors: Sequence[TensorBytes]) -> dict[str, float]:
+        """Run the test's command on a model directory with these weights; return its exit status. Raises `PenstockError`."""
         with tempfile.TemporaryDirectory(prefix="penstock-model-") as directory:
             write_model(self.recording.config.model_directory, tensors, Path(directory))
             environment = {**os.environ, "PENSTOCK_MODEL": directory, "PENSTOCK_STEPS": str(experiment.end)}

@@ -103,6 +103,7 @@ class Criterion:
 
 
 def _comparison(part: str, text: str) -> Comparison:
+    """Parse one comparison of the condition `text`; a name without prefix is of a step, else of an evaluation. Raises `ConfigError`."""
     match = _COMPARISON.fullmatch(part)
     try:
         if match is None:

@@ -59,6 +59,7 @@ def selected(recording: Recording, count: int, *, seed: str) -> list[Entry]:
 
 
 def _is_retained(recording: Recording, entry: Entry) -> bool:
+    """True if the log still has the groups of a step and all chunks of the weights that it started from."""
     manifests = recording.ledger_state.manifests
     version = next(manifest.version for manifest in manifests.values() if manifest.step == entry.step)
     chunks = [("weights", *chunk) for manifest in weights.chain(manifests, version) for chunk in weights.chunk_places(manifest)]
@@ -89,6 +90,7 @@ def repeat_steps(recording: Recording, steps: Sequence[Entry], *, architecture: 
 
 
 def _config(recording: Recording, architecture: str) -> Config:
+    """Return the run's configuration without optimizer state, with the model directory `architecture` if its own is not here."""
     config = with_values(recording.config, "trainer", initial_state=None)  # loss and gradient norm do not depend on optimizer state
     try:
         is_here = (config.model_directory / "config.json").is_file()

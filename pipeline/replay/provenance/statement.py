@@ -75,6 +75,7 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 def _tensors(directory: Path) -> Iterator[TensorBytes]:
+    """Yield the tensors in a directory's safetensors files, memory-mapped. Raises `ValueError` for a damaged file."""
     for file in sorted(directory.glob("*.safetensors")):
         try:
             with file.open("rb") as opened:
@@ -103,6 +104,7 @@ def check_claims(stated: Mapping[str, Any], actual: Mapping[str, Any]) -> Iterat
 
 
 def _differences(path: str, stated: Any, actual: Any) -> Iterator[str]:
+    """Yield a sentence for each value at or below `path` that differs between the statement and the log."""
     if isinstance(stated, dict) and isinstance(actual, dict):
         for key in stated | actual:
             yield from _differences(f"{path}.{key}", stated.get(key), actual.get(key))
@@ -148,13 +150,6 @@ def check_topics(stated: Mapping[str, Any], digests: Mapping[str, Any], starts: 
             yield Problem(
                 level=2, kind=kind, name=name, text=f"the records up to offset {claim['end']} differ from the statement: {counts}"
             )
-
-
-def added_records(later: Mapping[str, int]) -> Iterator[Problem]:
-    """Yield the partitions of a closed run that have more records than the statement covers."""
-    for name, count in later.items():
-        if not name.startswith(GROWING):
-            yield Problem(level=2, kind="added", name=name, text=f"{count} records follow those of the statement")
 
 
 def check_checkpoints(store: CheckpointStore, recorded: Recorded, entries: Sequence[Entry]) -> Iterator[Problem]:
@@ -261,7 +256,11 @@ class Verification:
             if published.view.closed is None:
                 actual.pop("status", None)
             else:
-                self.problems += added_records(later)
+                self.problems += (
+                    Problem(level=2, kind="added", name=name, text=f"{count} records follow those of the statement")
+                    for name, count in later.items()
+                    if not name.startswith(GROWING)
+                )
             if actual.get("prompts") is None:
                 actual.pop("prompts", None)
             self.problems += check_claims(self.predicate, actual)

@@ -143,6 +143,26 @@ def test_a_copy_of_the_samples_that_grows_with_the_log_equals_a_full_read(tmp_pa
     assert copy.paths and not len(SampleCopy(log, RUN, directory=tmp_path).catch_up((), since_ms=0))
 
 
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_copy_of_the_samples_has_each_row_once_when_the_disk_is_full_for_a_while(
+    merge: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, write, failures = log_with(written()), segments.Segments._write, [OSError("no space left on device")]
+
+    def sometimes(self: segments.Segments, first: int, last: int, *given: Any) -> Any:
+        if failures and merge == (first < last):
+            raise failures.pop()
+        return write(self, first, last, *given)
+
+    whole = len(SampleCopy(log, RUN, directory=None).catch_up((), since_ms=0))
+    monkeypatch.setattr(segments.Segments, "_write", sometimes)
+    for full in (True, False):
+        copy = SampleCopy(log, RUN, directory=tmp_path)
+        rest = copy.catch_up((), since_ms=0)
+        assert sum(pq.read_metadata(path).num_rows for path in copy.paths) + len(rest) == whole and not failures
+        assert bool(copy.paths) == (merge or not full)
+
+
 @pytest.fixture
 def listed() -> GroupList:
     index = RunIndex(RUN)
