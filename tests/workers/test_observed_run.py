@@ -140,7 +140,9 @@ def test_panels_have_data_and_alerts_fire_for_what_happens_to_a_run_and_are_sile
         for pid in (pid for name, pid in pids(home, "seen").items() if name.startswith("rollout")):
             os.kill(pid, signal.SIGSTOP)
         log = KafkaLog(broker)
-        log.producer().send(Outgoing(topic="seen.rollouts", partition=0, key=b"1", headers=(), value=b"of another program")).offset(60.0)
+        writer = log.producer()
+        writer.send(Outgoing(topic="seen.rollouts", partition=0, key=b"1", headers=(), value=b"of another program")).offset(60.0)
+        writer.close()
         log.close()
         fired: set[str] = set()
 

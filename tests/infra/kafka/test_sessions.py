@@ -29,7 +29,9 @@ def test_a_member_whose_partition_has_another_leader_requests_metadata_and_reads
 ) -> None:
     log = KafkaLog(broker)
     (topic,) = make_topics(log, run_id, "a", partitions=1)
-    log.producer().send(outgoing(topic, b"first")).offset(WAIT_S)
+    writer = log.producer()
+    writer.send(outgoing(topic, b"first")).offset(WAIT_S)
+    writer.close()
     fetch, request, calls = private_api.fetch_committed, private_api.request_metadata, list[str]()
 
     def refuse_once(*arguments: Any) -> Any:

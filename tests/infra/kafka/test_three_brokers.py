@@ -70,7 +70,9 @@ def test_a_member_whose_partition_changes_its_leader_before_it_is_begun_finds_th
     cluster: ThreeBrokers, log: KafkaLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic, fetch, moved = made(log, "moving"), private_api.fetch_committed, list[int]()
-    log.producer().send(outgoing(topic, b"first")).offset(WAIT_S)
+    writer = log.producer()
+    writer.send(outgoing(topic, b"first")).offset(WAIT_S)
+    writer.close()
 
     def fetch_and_move(*arguments: Any) -> Any:
         committed = fetch(*arguments)
