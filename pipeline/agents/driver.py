@@ -208,8 +208,8 @@ class Episode:
     async def _finished(self, finish: Literal["stop", "length"], turn: int) -> Trajectory:
         """End the trajectory and return it; the environment's reward for the episode is added to that of turn `turn`."""
         reward = await self._call("reward", {}, self.limits.step_timeout_s)
-        if turn >= 0:
-            self.episode_state.rewards[turn] = self.episode_state.rewards.get(turn, 0.0) + (reward or 0.0)
+        if turn >= 0 and reward is not None:
+            self.episode_state.rewards[turn] = self.episode_state.rewards.get(turn, 0.0) + reward
         return self.ended(finish)
 
     async def _generate(self, token_ids: npt.NDArray[np.int32], *, turn: int, room: int) -> Generation:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -33,7 +33,8 @@ class Counting:
     def step(self, text):
         self.fail("step")
         self.total += len(text)
-        return f"{self.total};", float(len(text)), self.total >= 20
+        reward = None if self.breaks == "rewards" else float(len(text))
+        return f"{self.total};", reward, self.total >= 20
 
     def fail(self, where):
         place, _, how = self.breaks.partition("-")
@@ -85,13 +86,13 @@ def request_for(row: Mapping[str, Any], *, group: int = 0, samples: int = 1) -> 
 class Policy:
     """Says `abc` at every turn, and counts how often it is asked; version 3."""
 
-    def __init__(self, *, length: int = 3) -> None:
-        self.length, self.asked = length, list[tuple[int, int]]()
+    def __init__(self, *, length: int = 3, finish: Literal["stop", "length"] = "stop") -> None:
+        self.length, self.finish, self.asked = length, finish, list[tuple[int, int]]()
 
     async def __call__(self, token_ids: Any, *, turn: int, max_new_tokens: int) -> Generation:
         self.asked.append((turn, len(token_ids)))
         ids = np.array([*(ord("a") + n for n in range(self.length)), 2], np.int32)
-        return Generation(ids, np.full(len(ids), -0.5, np.float32), np.full(len(ids), 3, np.int32), "stop")
+        return Generation(ids, np.full(len(ids), -0.5, np.float32), np.full(len(ids), 3, np.int32), self.finish)
 
 
 def play(

@@ -41,6 +41,7 @@ class TextEpisode:
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
+        self._rewards: list[float | None] = []
 
     async def reset(self, *, seed: int, row: Mapping[str, Any]) -> Observation:
         text = await _awaited(self._environment.reset(**fitting(self._environment.reset, {**row, "seed": seed})))
@@ -52,10 +53,12 @@ class TextEpisode:
         if not isinstance(result, tuple | list) or len(result) != 3:
             raise EnvironmentFault(f"step returned {str(result)[:80]!r}, expected (text, reward, ended)")
         text, reward, ended = result
-        return Observation(messages=_messages(text, "step"), reward=_number(reward, "step"), ended=bool(ended))
+        self._rewards.append(_number(reward, "step"))
+        return Observation(messages=_messages(text, "step"), reward=self._rewards[-1], ended=bool(ended))
 
     async def reward(self) -> float | None:
-        return None
+        """Return 0, which adds nothing to the step rewards; None if there were steps, all of them without a reward."""
+        return None if self._rewards and not any(reward is not None for reward in self._rewards) else 0.0
 
     async def close(self) -> None:
         close = getattr(self._environment, "close", None)

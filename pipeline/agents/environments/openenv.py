@@ -102,8 +102,8 @@ class OpenEnvText:
             await asyncio.sleep(min(pause, remaining_s))
             pause = min(2 * pause, 2.0)
 
-    async def step(self, action: str) -> tuple[str, float, bool]:
-        """Take an action; return text, reward, and True at the end. An action that the server rejects costs a turn and changes nothing."""
+    async def step(self, action: str) -> tuple[str, Any, bool]:
+        """Take an action; return text, reward (None for none), and True at the end. An action that the server rejects costs a turn and changes nothing."""
         data = self._action(action)
         if isinstance(data, str):
             return data, 0.0, False
@@ -149,7 +149,7 @@ class OpenEnvText:
             data = None
         return data if isinstance(data, dict) else f"{text[:40]!r} is not an action: write JSON with {', '.join(self._server.fields)}"
 
-    def _shown(self, data: Mapping[str, Any]) -> tuple[str, float, bool]:
+    def _shown(self, data: Mapping[str, Any]) -> tuple[str, Any, bool]:
         """Return the text of an observation for the policy, the reward, and True at the end of the episode."""
         observation = data["observation"]
         shown = {name: value for name, value in observation.items() if name not in OWN_KEYS}
@@ -157,7 +157,7 @@ class OpenEnvText:
             shown = {self._server.observation: observation.get(self._server.observation, "")}
         texts = [value for value in shown.values() if isinstance(value, str)]
         text = texts[0] if len(texts) == len(shown) == 1 else json.dumps(shown, ensure_ascii=False)
-        return text, float(data.get("reward") or 0.0), bool(data.get("done"))
+        return text, data.get("reward"), bool(data.get("done"))
 
 
 def _observation(response: Mapping[str, Any], kind: str) -> Mapping[str, Any]:

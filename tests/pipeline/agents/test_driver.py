@@ -35,6 +35,16 @@ def test_a_limit_truncates_a_trajectory_which_keeps_its_rewards(tmp_path: Path, 
     assert reward_of(trajectory.turns) == 3.0 * turns
 
 
+@pytest.mark.parametrize(
+    ("breaks", "policy", "reward"), [("rewards", Policy(), None), ("rewards", Policy(finish="length"), 0.0), ("", Policy(), 18.0)]
+)
+def test_an_episode_whose_steps_all_have_no_reward_has_none_and_one_without_a_step_has_zero(
+    tmp_path: Path, breaks: str, policy: Policy, reward: float | None
+) -> None:
+    (trajectory,), _ = play(counting(tmp_path), [{"breaks": breaks}], draw=policy)
+    assert reward_of(trajectory.turns) == reward
+
+
 @pytest.mark.parametrize("breaks", ["reset-raises", "step-raises", "step-hangs", "step-dies"])
 def test_what_broke_once_is_played_again_and_no_turn_is_drawn_twice(tmp_path: Path, breaks: str) -> None:
     policy = Policy()

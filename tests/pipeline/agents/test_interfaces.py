@@ -202,9 +202,17 @@ class Library:
         return words * 10_000
 
 
-def test_a_class_of_tools_without_a_reward_leaves_it_to_reward_functions() -> None:
+class Undecided(Library):
+    """A judge that gave no verdict."""
+
+    def get_reward(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("environment", [Library, Undecided])
+def test_a_class_of_tools_without_a_reward_leaves_it_to_reward_functions(environment: type[Library]) -> None:
     async def story() -> Any:
-        episode = episode_of(Library())
+        episode = episode_of(environment())
         await episode.reset(seed=1, row={})
         return await episode.step({"tool_calls": [call("search", '{"words": "abc"}')]}), await episode.reward()
 
