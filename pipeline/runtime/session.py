@@ -175,7 +175,10 @@ def _is_made(log: Log, registered: Registration) -> bool:
 
 
 def pool_of_worker(config: Config, *, role: str, worker: str, requested: str | None) -> str | None:
-    """The pool of a worker: the requested one, or by the worker's number; None without pools. Raises `ConfigError`."""
+    """The pool of a rollout worker: the requested one, else the pool of the worker with this number under `penstock run`.
+
+    None for other roles, and for a run without `rollout.pools`. Raises `ConfigError` for an unknown pool.
+    """
     names = ", ".join(config.rollout.pools)
     if role != "rollout" or not names:
         if requested is not None:

@@ -70,7 +70,7 @@ def recover(policy: PolicyTrainer, writer: RunWriter, past: LedgerHistory) -> No
         policy.release_weights()
     loaded, loading_s = policy.steps_done, time.monotonic() - started
     if loaded < past.first_step:
-        raise OlderNeeded(f"steps before step {past.first_step} must be repeated")
+        raise OlderNeeded(f"no checkpoint has step {past.first_step} or a later one, so earlier steps must be repeated")
     faults.reach("recovery.loaded")
     differences = _repeat(policy, writer, past.steps[loaded - past.first_step :], stop=not rebases(policy.config, changed, now))
     if policy.steps_done < done:

@@ -51,7 +51,7 @@ class TextEpisode:
         """Pass the text of the policy's turn to the environment as the action. Raises `EnvironmentFault` for a wrong result."""
         result = await _awaited(self._environment.step(message.get("content") or ""))
         if not isinstance(result, tuple | list) or len(result) != 3:
-            raise EnvironmentFault(f"step returned {str(result)[:80]!r}, expected (text, reward, ended)")
+            raise EnvironmentFault(f"step returned {repr(result)[:80]}, expected (text, reward, ended)")
         text, reward, ended = result
         self._rewards.append(_number(reward, "step"))
         return Observation(messages=_messages(text, "step"), reward=self._rewards[-1], ended=bool(ended))
@@ -132,7 +132,7 @@ def _messages(result: Any, method: str) -> tuple[Message, ...]:
         return ({"role": "user", "content": result},)
     if isinstance(result, list) and all(isinstance(message, dict) and "role" in message for message in result):
         return tuple(json.loads(json.dumps(result)))
-    raise EnvironmentFault(f"{method} returned {str(result)[:80]!r}, expected a text, a list of messages or None")
+    raise EnvironmentFault(f"{method} returned {repr(result)[:80]}, expected a text, a list of messages or None")
 
 
 def _number(reward: Any, method: str) -> float | None:
@@ -141,7 +141,7 @@ def _number(reward: Any, method: str) -> float | None:
     if value is None:
         return None
     if not isinstance(value, int | float) or not isfinite(value):
-        raise EnvironmentFault(f"{method} returned the reward {value!r}, expected a finite number")
+        raise EnvironmentFault(f"{method} returned the reward {repr(value)[:80]}, expected a finite number")
     return float(value)
 
 

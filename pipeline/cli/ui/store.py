@@ -123,7 +123,10 @@ class WatchedRun:
             return self.view
 
     def _recall_steps(self) -> None:
-        """Add the steps that a saved view has dropped, from the index; steps whose groups the view has counted keep no groups."""
+        """Read the steps that a saved view no longer lists back from the index.
+
+        Steps whose groups are in the view's totals keep no groups, which would be counted twice; the last step is still being counted.
+        """
         table = self._indexed().steps()
         for row in table.set_column(table.column_names.index("committed"), "committed", table["committed"].cast("int64")).to_pylist():
             step, version, time_ns = row["step"], row["version"] or 0, row["committed"]

@@ -152,7 +152,7 @@ class GroupHistory:
 
     @property
     def dead_letters(self) -> list[StoredDeadLetter]:
-        """Dead letters about records whose headers name this group."""
+        """Dead letters about records of this group in the log, and about records that name it in their headers or key."""
         record_ids = {record.id for read in self.reads for record in read.records}
         return [
             stored
