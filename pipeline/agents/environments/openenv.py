@@ -103,7 +103,7 @@ class OpenEnvText:
             pause = min(2 * pause, 2.0)
 
     async def step(self, action: str) -> tuple[str, Any, bool]:
-        """Take an action; return text, reward (None for none), and True at the end. An action that the server rejects costs a turn and changes nothing."""
+        """Take an action; return text, reward or None, and True at the end. An action that the server rejects only costs a turn."""
         data = self._action(action)
         if isinstance(data, str):
             return data, 0.0, False
