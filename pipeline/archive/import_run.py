@@ -18,8 +18,8 @@ from penstock.pipeline.archive.layout import KINDS
 from penstock.pipeline.archive.relocation import Relocation
 from penstock.pipeline.config.load import ConfigError, from_json
 from penstock.pipeline.inspect.report.summary import Progress
-from penstock.pipeline.runtime.registration.run_registry import find, write, write_status
-from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TOPICS, check_run_id, topics_of
+from penstock.pipeline.runtime.registration.run_registry import find, usable, write, write_status
+from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TOPICS, topics_of
 
 PROGRESS_EVERY_S = 3.0
 
@@ -86,11 +86,7 @@ def complete(archive: Archive) -> Note:
 
 def _free(log: Log, run: str) -> str:
     """Return the run id. Raises `ConfigError` if it is invalid or the broker has a run or topics of this name."""
-    try:
-        check_run_id(run)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    if find(log, run) is not None:
+    if find(log, usable(run)) is not None:
         raise ConfigError(
             f"run {run!r} already exists on this broker: import it with another --run-id, or delete it: penstock topics delete {run}"
         )

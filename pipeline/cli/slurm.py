@@ -46,7 +46,7 @@ def sbatch(
 ) -> None:
     """Print the script of a Slurm job that runs a configuration: rollout workers on separate nodes, all other workers on the first node."""
     from penstock.infra.errors import ConfigError
-    from penstock.pipeline.launch.create import usable
+    from penstock.pipeline.runtime.registration.run_registry import usable
 
     settings = loaded(config, overrides)
     if settings.trainer.processes % trainer_nodes:

@@ -221,7 +221,7 @@ def acls(
 ) -> None:
     """Print the smallest set of ACLs for each role's Kafka user, as `kafka-acls.sh` commands; needs no broker."""
     from penstock.infra.errors import ConfigError
-    from penstock.pipeline.launch.create import usable
+    from penstock.pipeline.runtime.registration.run_registry import usable
     from penstock.pipeline.runtime.roles import acl_rules, as_acl_command
 
     rules = acl_rules(usable(run))

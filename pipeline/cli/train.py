@@ -102,7 +102,7 @@ def run(
     from penstock.infra.errors import ConfigError
     from penstock.infra.paths import make_files_private
     from penstock.pipeline.config.security import security_settings
-    from penstock.pipeline.launch.create import usable
+    from penstock.pipeline.runtime.registration.run_registry import usable
 
     make_files_private()
     if trust_code and resume is None:
@@ -156,8 +156,8 @@ def create(
     from penstock.pipeline.launch.check import preflight
     from penstock.pipeline.launch.check.changes import require_same
     from penstock.pipeline.launch.create import create as register
-    from penstock.pipeline.launch.create import require_topics, usable
-    from penstock.pipeline.runtime.registration.run_registry import find
+    from penstock.pipeline.launch.create import require_topics
+    from penstock.pipeline.runtime.registration.run_registry import find, usable
 
     if (if_absent or topics == "existing") and not run_id:
         raise ConfigError(f"--{'if-absent' if if_absent else 'topics existing'} needs --run-id RUN: a generated id is always new")

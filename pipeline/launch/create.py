@@ -26,9 +26,9 @@ from penstock.pipeline.data.tokenization import digests
 from penstock.pipeline.launch.check.changes import digests_of
 from penstock.pipeline.launch.check.rows import RowReader, endless_warning
 from penstock.pipeline.learner.micro_batches import TokenSequence, advantage_function, pack
-from penstock.pipeline.runtime.registration.run_registry import find, make_key, write
+from penstock.pipeline.runtime.registration.run_registry import find, make_key, usable, write
 from penstock.pipeline.scheduling.rules import versions_of
-from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TopicSpec, check_run_id, topics_of
+from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TopicSpec, topics_of
 from penstock.topics.runs import RunRecord
 
 LENGTHS = (3, 1, 2)
@@ -200,14 +200,6 @@ def git_revision() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return described.stdout.strip() or None
-
-
-def usable(run: str) -> str:
-    """Return the id of a new run. Raises `ConfigError` if no topic can have it as prefix."""
-    try:
-        return check_run_id(run)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def check_user_functions(config: Config) -> None:

@@ -22,9 +22,8 @@ from penstock.pipeline.replay.recording import Recording, with_model
 from penstock.pipeline.replay.restore_policy import advance_to, arithmetic, open_policy
 from penstock.pipeline.replay.verify import report_arithmetic
 from penstock.pipeline.runtime.factories import check_engine
-from penstock.pipeline.runtime.registration.run_registry import find
+from penstock.pipeline.runtime.registration.run_registry import find, usable
 from penstock.pipeline.runtime.topic_reader import RunReader
-from penstock.topics.catalogue import check_run_id
 from penstock.topics.runs import RunRecord
 
 
@@ -57,11 +56,7 @@ def fork(
     config = _config(recording, step, overrides)
     if without:
         config = with_values(config, "data", skip_rows=sorted({*config.data.skip_rows, *_rows_of(recording, without)}))
-    run = run_id or new_id(config)
-    try:
-        check_run_id(run)
-    except ValueError as error:
-        raise ConfigError(f"--run-id: {error}") from error
+    run = usable(run_id or new_id(config), "--run-id: ")
     if find(log, run) is not None:
         raise ConfigError(f"run {run!r} exists already; choose another --run-id")
     directory = run_directory(run) / "start"

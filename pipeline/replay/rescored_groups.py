@@ -25,12 +25,12 @@ from penstock.pipeline.data.tokenization import Decoder, digests
 from penstock.pipeline.inspect.recorded_run import RecordedRun
 from penstock.pipeline.rewards.functions import Score
 from penstock.pipeline.rewards.scoring import group_of, group_outcome, payload_of, reward_pool
-from penstock.pipeline.runtime.registration.run_registry import find, make_key, write
+from penstock.pipeline.runtime.registration.run_registry import find, make_key, usable, write
 from penstock.pipeline.runtime.topic_reader import Read
 from penstock.pipeline.runtime.weights.publish import chunk_partitions, manifest_record, send_version
 from penstock.pipeline.runtime.weights.read import fetch
 from penstock.topics import groups, ledger, prompts, rollouts
-from penstock.topics.catalogue import check_run_id, topics_of
+from penstock.topics.catalogue import topics_of
 from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry
 from penstock.topics.prompts import Prompt
@@ -257,10 +257,7 @@ class NewRun:
 
         Topics of an unregistered run with an empty ledger are left over from a killed process: they and the run's directory are deleted.
         """
-        try:
-            check_run_id(run)
-        except ValueError as error:
-            raise ConfigError(f"{option} {error}") from error
+        usable(run, f"{option} ")
         left = log.topics(f"{run}.")
         recorded = f"{run}.ledger" in left and any(log.end_offsets([(f"{run}.ledger", 0)]).values())
         if find(log, run) is not None or recorded:

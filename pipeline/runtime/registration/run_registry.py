@@ -21,7 +21,7 @@ from penstock.infra.paths import run_directory, state_directory, state_path
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics import runs as topic
-from penstock.topics.catalogue import RUNS_TOPIC, topic_name
+from penstock.topics.catalogue import RUNS_TOPIC, check_run_id, topic_name
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.errors import NewerSchema, Unusable
 from penstock.topics.wire.record import Outgoing
@@ -248,6 +248,14 @@ def _own(log: Log, run: str) -> list[tuple[int, RunRecord]]:
         with contextlib.suppress(Unusable):
             made.append((record.offset, topic.read(record, run=run)[1]))
     return made
+
+
+def usable(run: str, source: str = "") -> str:
+    """Return the id of a new run. Raises `ConfigError`, which starts with `source`, if no topic can have it as prefix."""
+    try:
+        return check_run_id(run)
+    except ValueError as error:
+        raise ConfigError(f"{source}{error}") from error
 
 
 def resolve(log: Log, text: str, *, executes: bool = False) -> str:
