@@ -36,9 +36,7 @@ def status(
     from penstock.pipeline.inspect.live.completions import RECENT, Completions
     from penstock.pipeline.inspect.live.saved_view import newest
     from penstock.pipeline.inspect.run_view import read_view
-    from penstock.pipeline.inspect.stall import RunSnapshot
     from penstock.pipeline.inspect.status import WATCHED, silences, standing, standstill_s
-    from penstock.pipeline.launch.stall_watchdog import describe, examine
     from penstock.pipeline.runtime.topic_reader import RunReader
 
     if follow:
@@ -54,7 +52,12 @@ def status(
         now_s = time.time()
         silent = silences(view, now_s=now_s)
         still_s = standstill_s(view, now_s=now_s)
-        stuck = None if still_s is None else examine(log, RunSnapshot(view=view, now_s=now_s, silent=silent))
+        stuck = None
+        if still_s is not None:
+            from penstock.pipeline.inspect.stall import RunSnapshot
+            from penstock.pipeline.launch.stall_watchdog import describe, examine
+
+            stuck = examine(log, RunSnapshot(view=view, now_s=now_s, silent=silent))
     if json:
         emit({**standing(view, now_s=now_s), "stuck": None if stuck is None else {**asdict(stuck), "still_s": still_s}})
         return
