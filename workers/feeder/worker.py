@@ -105,6 +105,7 @@ class Admission:
     def commits(self) -> Commits:
         """Offsets to commit for the next feeder, with the counts of all earlier records as metadata."""
         counts = FeederOffsetMetadata(ended=self.ended_below, dropped=self.dropped_below, place=self.choices.next_position)
+        metadata = offset_metadata.encode(counts)
         offsets = {
             (f"{self.run}.{topic}", p): self._ends.get((topic, p), 0) for topic in ("prompts", "groups") for p in range(self.partitions)
         }
@@ -112,7 +113,7 @@ class Admission:
         unfinished += [("groups", p, offset) for p, offset in self._outcome_at.values()]
         for topic, p, offset in unfinished:
             offsets[f"{self.run}.{topic}", p] = min(offsets[f"{self.run}.{topic}", p], offset)
-        return {partition: (offset, offset_metadata.encode(counts)) for partition, offset in offsets.items()}
+        return {partition: (offset, metadata) for partition, offset in offsets.items()}
 
     def apply(self, record: Record) -> None:
         """Apply a record of any topic that the feeder follows. Raises `Unusable`."""
