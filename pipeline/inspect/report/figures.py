@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -152,8 +153,8 @@ def rounds(steps: Sequence[StepFacts], *, per_version: int) -> list[dict[str, fl
     """
     rows = []
     before: float | None = None
-    for low in range(0, len(steps), per_version):
-        members = steps[low : low + per_version]
+    for _, of_round in groupby(steps, key=lambda step: step.step // per_version):  # the first steps may have been deleted
+        members = list(of_round)
         ended, begun = members[-1].time_s, before if before is not None else members[0].metrics.get("started_at")
         wait, compute = (sum(step.metrics.get(name, 0.0) for step in members) for name in ("wait_s", "compute_s"))
         first, last = values_of(members, "first_sample_at"), values_of(members, "last_sample_at")

@@ -99,6 +99,7 @@ def test_a_rounds_parts_add_up_to_its_time() -> None:
         assert one["rollout_to_train_end_s"] == pytest.approx(19.5)
         assert one["first_dispatch_s"] == pytest.approx(3.5)
         assert one["rollout_s"] == pytest.approx(15.5)
+    assert figures.rounds(steps[1:], per_version=2)[1] == second  # although the first step has been deleted
 
 
 SECONDS = st.fixed_dictionaries({f"time_{use}_s": st.floats(0.0, 1e6) for use in USES})
