@@ -107,7 +107,7 @@ def is_address(function: str) -> bool:
 
 def nearest(word: str, words: Iterable[str]) -> str:
     """Text that suggests the most similar word, to append to an error; empty if none is similar."""
-    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.65)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

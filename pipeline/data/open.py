@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
@@ -244,20 +245,25 @@ def open_dataset(
 def check(dataset: Dataset, *, also: Callable[[Row], object] | None = None) -> None:
     """Read every row (of generated data only the first few), and pass it to `also`, whose `ValueError`s are reported too.
 
-    Raises `DataError` in one line: the origins and problems of the first unusable rows, and the number of others.
+    Raises `DataError` in one line: the first problems, each with the first row that has it and the number of others.
     """
-    problems: list[str] = []
-    more = 0
-    for index in range(min(len(dataset), GENERATED_ROWS_CHECKED) if dataset.generated else len(dataset)):
+    first: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    rows = min(len(dataset), GENERATED_ROWS_CHECKED) if dataset.generated else len(dataset)
+    for index in range(rows):
         try:
             row = dataset[index]
             if also is not None:
                 also(row)
         except ValueError as error:
-            if len(problems) < SHOWN_PROBLEMS:
-                problems.append(str(error))
-            else:
-                more += 1
-    if problems:
-        rest = f" | and {more} more row{'s' if more > 1 else ''}" if more else ""
-        raise DataError(" | ".join(problems) + rest)
+            problem = str(error).partition(": ")[2]  # without the row's origin
+            if len(first) < SHOWN_PROBLEMS:
+                first.setdefault(problem, str(error))
+            counts[problem if problem in first else ""] += 1
+    if first:
+        lines = [text + (f" (all {rows:,} rows)" if counts[of] == rows > 1 else _more(counts[of] - 1)) for of, text in first.items()]
+        raise DataError(" | ".join(lines) + _more(counts[""]))
+
+
+def _more(rows: int) -> str:
+    return f" (and {rows:,} more row{'s' if rows > 1 else ''})" if rows else ""

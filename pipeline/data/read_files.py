@@ -31,6 +31,11 @@ from penstock.topics.wire.visible import well_formed_json
 
 ANSWER = "answer"
 """Name of the reference answer in the arguments of reward functions, and the default column."""
+USUAL = {
+    "prompt": ("prompt", "question", "problem", "instruction", "query", "input", "messages", "text"),
+    ANSWER: ("answer", "solution", "target", "label", "expected", "ground_truth", "output", "response"),
+}
+"""Usual names of the prompt and answer columns, the most usual first."""
 LONGEST_NUMBER = 10**4000
 """Python's JSON refuses integers of more than 4,300 digits."""
 SHOWN = 60
@@ -126,10 +131,14 @@ class Dataset:
 def make_row(raw: Mapping[str, Any], *, index: int, origin: str, fields: Fields) -> Row:
     """Validate the columns of a row; those that JSON cannot represent go to `not_json`. Raises `DataError` that starts with `origin`."""
     raw, replaced = _well_formed(raw)
-    for name, fix in ((fields.prompt, ""), (fields.answer, '; set data.answer_field = "" if the data has no answers')):
+    for what, name, fix in (
+        ("prompt", fields.prompt, ""),
+        (ANSWER, fields.answer, '; set data.answer_field = "" if the data has no answers'),
+    ):
         # The prompt column is required; of the answer columns, only one that the user has named.
         if name not in raw and name not in ("", ANSWER if fix else ""):
-            raise DataError(f"{origin}: no field {name!r}{nearest(name, map(str, raw))} (the row has: {', '.join(map(str, raw))}){fix}")
+            hint = nearest(name, raw) or next((f"; did you mean {usual!r}?" for usual in USUAL[what] if usual in raw), "")
+            raise DataError(f"{origin}: no field {name!r} (data.{what}_field){hint} (the row has: {', '.join(raw)}){fix}")
     prompt, messages = _prompt(raw[fields.prompt], origin=origin, name=fields.prompt)
     columns: dict[str, Any] = {}
     not_json: dict[str, str] = {}

@@ -138,7 +138,7 @@ def check_inputs(config: Config, *, notify: Callable[[str], None] = print) -> tu
         "digests": model_digests,
         "git": git_revision(),
     }
-    return info, reader.kinds
+    return info, [*reader.kinds, *reader.spread]
 
 
 def _check_architecture(config: Mapping[str, Any], *, directory: Path) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
@@ -135,10 +135,10 @@ class Rewards:
 
         `not_json` has the columns that JSON cannot represent -> type; `answer_field` is the name of the answer column in the data.
         """
-        offered = with_facts(columns, self._facts(0, (), 0))
+        facts = self._facts(0, (), 0)
         for name, function in self._functions_for(columns):
             try:
-                _arguments(name, function, offered)
+                _arguments(name, function, with_facts(columns, facts), facts)
             except _MissingColumn as error:
                 raise RewardError(f"{error}{_remedy(error.column, not_json or {})}") from error
             if split_options(name)[0] in NEED_REFERENCE:
@@ -186,7 +186,7 @@ class Rewards:
                 returned.append(NOTHING)
                 continue
             built_in = split_options(name)[0] in BUILTINS
-            taken = _arguments(name, function, {**offered, "completions": last} if built_in else offered)
+            taken = _arguments(name, function, {**offered, "completions": last} if built_in else offered, facts)
             arguments = {key: copied(value) if key in facts else [copied(value) for _ in last] for key, value in taken.items()}
             arguments |= {key: log for key, log in logged.functions(name).items() if key in arguments}
             doing(f"reward {name}")
@@ -323,8 +323,11 @@ def _find(name: str, base_dir: str | Path | None) -> Callable[..., Any]:
     return partial(function, **options)
 
 
-def _arguments(name: str, function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `offered` that a function takes: all if it has `**columns`, else its parameters. Raises `_MissingColumn`."""
+def _arguments(name: str, function: Callable[..., Any], offered: Mapping[str, Any], facts: Collection[str]) -> dict[str, Any]:
+    """Return those of `offered` that a function takes: all if it has `**columns`, else its parameters. Raises `_MissingColumn`.
+
+    `facts` names the offered values that are no columns of the data.
+    """
     offered = {key: value for key, value in offered.items() if key not in getattr(function, "keywords", ())}
     parameters = _parameters(function)
     if parameters is None:
@@ -333,9 +336,11 @@ def _arguments(name: str, function: Callable[..., Any], offered: Mapping[str, An
     for parameter in parameters.values():
         required = parameter.default is kinds.empty and parameter.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
         if required and parameter.name not in offered:
-            hint = nearest(parameter.name, offered)
+            own = [key for key in offered if key not in facts]
+            hint = nearest(parameter.name, own) or nearest(parameter.name, facts)
             raise _MissingColumn(
-                f"reward {name} needs the column {parameter.name!r}, but the data has {', '.join(offered)}{hint}", column=parameter.name
+                f"reward {name} needs the column {parameter.name!r}, but the data has {', '.join(own) or 'none'}{hint}",
+                column=parameter.name,
             )
     if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters.values()):
         return offered

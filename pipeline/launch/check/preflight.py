@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -27,7 +27,7 @@ from penstock.pipeline.data.tokenization import Decoder, Renderer, digests
 from penstock.pipeline.inspect.report.figures import one_line
 from penstock.pipeline.inspect.report.formats import duration
 from penstock.pipeline.launch.check.fit import memory_line
-from penstock.pipeline.launch.check.rows import PER_SOURCE
+from penstock.pipeline.launch.check.rows import MOST_KINDS, PER_SOURCE
 from penstock.pipeline.launch.check.sizes import arithmetic, check_disk
 from penstock.pipeline.launch.create import check_inputs
 from penstock.pipeline.launch.placement import place
@@ -49,6 +49,8 @@ COPIES = 2
 """Completions of a call: a reward that returns one number for any number of completions would pass with one."""
 PROMPTS, SAMPLES = 8, 8
 """Largest numbers of prompts and of samples of each: a step's groups, so far as these reach."""
+TRY_S = 10.0
+"""A slow reward is not tried on more rows than necessary after this time."""
 GENERATE_LIMIT_S = 1_800.0
 _ENGINE = ChildRules(section="environment", memory_gb=math.inf, file_gb=math.inf, isolate="none")
 """Rules for the process that generates: an engine, which starts the run's environments by their own rules."""
@@ -83,7 +85,7 @@ def check(config: Config, *, tell: Tell, samples: bool, here: bool = True, notif
         check_devices(config)
     if here and config.model_directory.is_dir():
         check_engine(config)
-    info, kinds = check_inputs(config, notify=notify)
+    info, rows = check_inputs(config, notify=notify)
     for name, text in arithmetic(config, rows=info["rows"]):
         note(name, text)
     count = parameters(config.model_directory)
@@ -91,17 +93,15 @@ def check(config: Config, *, tell: Tell, samples: bool, here: bool = True, notif
     if here:
         check_disk(config, info, note)
     note("memory", memory_line(config))
-    scores = list[rewards.Score]()
-    if config.environment.source is None:  # which alone knows what an episode is worth
-        scores, wrong = score_references(config, kinds)
-        note("reward", f"of the reference answers of {len(scores)} rows: {', '.join(_number(score.rewards[0]) for score in scores)}")
-        own = [score.rewards[0] for row, score in zip(kinds, scores, strict=True) if row.columns.get("answer") is not None]
-        if problem := unrewarded(own, wrong):
-            note("warning", problem)
+    # Only an environment knows what an episode is worth.
+    earned = try_rewards(config, rows, note) if config.environment.source is None else []
     generated = _samples(config, info, note, notify) if samples else []
     sampled = [sample["reward"] for sample in generated if sample["reward"] is not None]
-    problem = equal_and_low(sampled, scale_of(config, [*sampled, *(reward for score in scores for reward in score.scored)]))
-    if problem:
+    if len(generated) >= ENOUGH and not sampled:
+        raise PenstockError(
+            f"every reward function returned None for all {len(generated)} sampled completions: there is nothing to train on"
+        )
+    if problem := equal_and_low(sampled, scale_of(config, [*sampled, *earned])):
         note("warning", problem)
     return Checked(lines, info, generated)
 
@@ -138,9 +138,9 @@ def _samples(config: Config, info: Mapping[str, Any], note: Tell, notify: Callab
             sample["reward"], sample["answer"] = reward, row.columns.get("answer")
     for number, group in enumerate(groups[:SHOWN_GROUPS], 1):
         note(f"sample {number}", _shown(group[0]))
-    earned = [sample["reward"] for sample in samples if sample["reward"] is not None]
-    span = f"{min(earned):g} to {max(earned):g}, mean {fmean(earned):.3g}" if earned else "none"
-    note("rewards", f"of {len(samples)} samples of {len(rows)} prompts: {span}")
+    note("rewards", f"of {len(samples)} samples of {len(rows)} prompts: {_span([sample['reward'] for sample in samples])}")
+    if failed := _failures(scores):
+        note("warning", failed)
     tokens = sum(len(sample["token_ids"]) for sample in samples)
     trained = info["steps"] * config.schedule.prompts_per_step * config.schedule.samples_per_prompt
     generating_s = trained * trial_result["generate_s"] / len(samples) / config.rollout.workers
@@ -234,51 +234,100 @@ def generate(config: Config, environment: Mapping[str, str]) -> dict[str, Any]:
 
     Returns `samples`: row, prompt, completion, token_ids and finish of each; `load_s`, `generate_s`, `training_s`. Raises `PenstockError`.
     """
-    with _children(CHILD, {"config": to_json(config), "environment": dict(environment)}, timeout_s=GENERATE_LIMIT_S, rules=_ENGINE) as pool:
+    init, limit_s = {"config": to_json(config), "environment": dict(environment)}, GENERATE_LIMIT_S
+    with ChildPool[int](CHILD, size=1, init=init, timeout_s=limit_s, retries=0, start_timeout_s=limit_s, rules=_ENGINE) as pool:
         return dict(_result(pool, {}, what="generating"))
 
 
 def score(
-    config: Config, rows: Sequence[Row], completions: Sequence[Sequence[str]], token_ids: Sequence[Sequence[Any]], episodes: Sequence[Any]
+    config: Config,
+    rows: Sequence[Row],
+    completions: Sequence[Sequence[str]],
+    token_ids: Sequence[Sequence[Any]],
+    episodes: Sequence[Any],
+    *,
+    at_least: int | None = None,
 ) -> list[rewards.Score]:
-    """Score completions of each row with the run's reward functions. Raises `PenstockError`."""
-    reward, renderer = config.reward, Renderer.of(config)
-    init = reward_child.spec(
-        reward.functions, reward.weights, by_source=config.data.rewards, timeout_s=reward.timeout_s,
-        max_steps=config.run.steps or 1, max_completion_length=config.max_completion_tokens,
-    )  # fmt: skip
-    limit_s = max(map(len, [*completions, range(COPIES)])) * reward.timeout_s
-    scores = []
-    with _children(reward_child.CHILD, init, timeout_s=limit_s, rules=reward.rules()) as pool:
+    """Score completions of each row as the run's scorer does. With `at_least`, rows after that many are left out once `TRY_S` are over.
+
+    Raises `PenstockError` if a reward fails, except for an empty completion, and with `reward.on_error = "drop"` only for the first row.
+    """  # fmt: skip
+    reward, renderer, scores = config.reward, Renderer.of(config), list[rewards.Score]()
+    steps, started = config.run.steps or 1, time.monotonic()
+    pool = reward_child.reward_pool(
+        reward, max_steps=steps, max_completion_length=config.max_completion_tokens, by_source=config.data.rewards
+    )
+    with pool:
         for row, texts, ids, played in zip(rows, completions, token_ids, episodes, strict=True):
+            if at_least is not None and len(scores) >= at_least and time.monotonic() - started > TRY_S:
+                break
             copies = COPIES if len(texts) == 1 else 1
             payload = reward_child.payload(
-                list(texts) * copies,
-                prompt=renderer.render(row)[0],
-                messages=row.messages if played is None else renderer.messages(row),
-                columns=row.columns,
-                completion_ids=list(ids) * copies,
-                episodes=played and list(played) * copies,
-            )
-            scores.append(rewards.Score.of(_result(pool, payload, what=f"the reward of {row.origin}")))
+                list(texts) * copies, prompt=renderer.render(row)[0], columns=row.columns, completion_ids=list(ids) * copies,
+                messages=row.messages if played is None else renderer.messages(row), episodes=played and list(played) * copies,
+            )  # fmt: skip
+            what, strict = f"the reward of {row.origin}", reward.on_error == "stop" or not scores
+            try:
+                scored = rewards.Score.of(_result(pool, payload, what=what))
+            except PenstockError as error:
+                if strict:
+                    raise
+                scored = rewards.Score(rewards=(None,) * len(texts), components=(), broken=dict.fromkeys(range(len(texts)), str(error)))
+            else:
+                empty = {number for number in scored.broken if not texts[number % len(texts)]}
+                reasons = {n: f"{what}{' for an empty completion' * (n in empty)}: {reason}" for n, reason in scored.broken.items()}
+                if strict and (failed := scored.broken.keys() - empty):
+                    raise PenstockError(reasons[min(failed)])
+                scored = replace(scored, broken=reasons)
+            scores.append(scored)
     return scores
 
 
-def score_references(config: Config, rows: Sequence[Row]) -> tuple[list[rewards.Score], list[float | None]]:
-    """Score each row with its own reference, or its prompt if it has none, and two rows with the reference of the other.
+def try_rewards(config: Config, rows: Sequence[Row], note: Tell) -> list[float]:
+    """Score each row's reference, or its prompt if it has none, and an empty completion; two rows also with the reference of the other.
 
-    Returns the scores of the rows, and the rewards of the two. Raises `PenstockError` if no reference can be scored, or wrong ones earn
-    more.
+    Passes the findings to `note`, and returns the rewards. Raises `PenstockError` if a reward fails, if no reference has one, or if wrong
+    references earn more.
     """
     decoder, texts = Decoder(config.model.path), [_own_reference(row) for row in rows]
     pairs = swapped(rows, texts)
-    tried, completions = [*rows, *(rows[own] for own, _ in pairs)], [*texts, *(texts[other] for _, other in pairs)]
-    scores = score(config, tried, [[text] for text in completions], [[decoder.encode(text)] for text in completions], [None] * len(tried))
-    if rows and not any(score.scored for score in scores[: len(rows)]):
-        raise PenstockError(f"no reward for {rows[0].origin}: every reward function returned None for all rows tried")
-    right, wrong = [scores[own].rewards[0] for own, _ in pairs], [score.rewards[0] for score in scores[len(rows) :]]
-    refuse_reversed(tried[len(rows) :], right, wrong)
-    return scores[: len(rows)], wrong
+    tried = [*(rows[own] for own, _ in pairs), *rows]
+    completions = [[text, ""] for text in (*(texts[other] for _, other in pairs), *texts)]
+    ids = [[decoder.encode(text) or [0] for text in group] for group in completions]
+    at_least = len(pairs) + max([MOST_KINDS, *(own + 1 for own, _ in pairs)])
+    scores = score(config, tried, completions, ids, [None] * len(tried), at_least=at_least)
+    if failed := _failures(scores):
+        note("warning", failed)
+    wrong, scores = [score.rewards[0] for score in scores[: len(pairs)]], scores[len(pairs) :]
+    refuse_reversed(tried[: len(pairs)], [scores[own].rewards[0] for own, _ in pairs], wrong)
+    right = [score.rewards[0] for row, score in zip(rows, scores, strict=False) if row.columns.get("answer") is not None]
+    of = f"the reference answers of {len(right)} rows" if right else f"the prompts of {len(scores)} rows, which have no reference answers"
+    note("reward", f"of {of}: {_span(earned := right or [score.rewards[0] for score in scores])}")
+    if all(reward is None for reward in earned):
+        problem = f"no reward for {rows[0].origin}: every reward function returned None for {of}"
+        if right:
+            raise PenstockError(problem)
+        note("warning", f"{problem}; such samples are not trained")
+    if low := unrewarded(right, wrong):
+        note("warning", low)
+    return [reward for score in scores for reward in score.scored]
+
+
+def _failures(scores: Sequence[rewards.Score]) -> str | None:
+    """One line about failed rewards with the first reason; None if none failed."""
+    reasons = [reason for score in scores for reason in score.broken.values()]
+    tried = sum(len(score.rewards) for score in scores)
+    return f"{len(reasons)} of {tried} completions have no reward and would not be trained: {reasons[0]}" if reasons else None
+
+
+def _span(rewards: Sequence[float | None]) -> str:
+    """Format the range and mean of rewards, and how many are missing."""
+    earned = [reward for reward in rewards if reward is not None]
+    if not earned:
+        return "none"
+    missing = f", {len(rewards) - len(earned)} without a reward" if len(earned) < len(rewards) else ""
+    low, high = min(earned), max(earned)
+    return (f"all {low:g}" if low == high else f"{low:g} to {high:g}, mean {fmean(earned):.3g}") + missing
 
 
 def _own_reference(row: Row) -> str:
@@ -368,11 +417,7 @@ def _generate(config: Config, engine: Any) -> dict[str, Any]:
     return {"samples": samples, "generate_s": generate_s, "training_s": _training_s(config, samples)}
 
 
-def _children(target: str, init: Mapping[str, Any], *, timeout_s: float, rules: ChildRules) -> ChildPool[int]:
-    return ChildPool[int](target, size=1, init=dict(init), timeout_s=timeout_s, retries=0, start_timeout_s=GENERATE_LIMIT_S, rules=rules)
-
-
-def _result(pool: ChildPool[int], payload: Mapping[str, Any], *, what: str) -> Any:
+def _result(pool: ChildPool[int] | reward_child.RewardPool[Any], payload: Mapping[str, Any], *, what: str) -> Any:
     """The result of one call of a child process. Raises `PenstockError`, whose message starts with `what`, and `ConfigError` for a key."""
     pool.submit(0, dict(payload))
     try:

@@ -17,7 +17,7 @@ from penstock.pipeline.config.load import Config, ConfigError, from_table, with_
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.data.model_files import chat_template_of, model_folder
 from penstock.pipeline.data.open import open_dataset
-from penstock.pipeline.data.read_files import Dataset
+from penstock.pipeline.data.read_files import USUAL, Dataset
 from penstock.pipeline.data.references import InvalidReference, accepted
 from penstock.pipeline.data.tokenization import Decoder, Renderer
 from penstock.pipeline.inspect.records.runs import size
@@ -26,8 +26,6 @@ from penstock.pipeline.launch.check.memory import UTILIZATION, Shape, estimates,
 from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.runtime.factories import check_engine
 
-PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages", "text")
-ANSWERS = ("answer", "solution", "target", "label", "expected", "ground_truth", "output", "response")
 FILES = (".jsonl", ".parquet")
 ROWS_MEASURED = 1_000
 HELD_OUT = 64
@@ -114,8 +112,8 @@ def look(
     folder = model_folder(local_model(model) if is_hub_name(model) else base / Path(model).expanduser())
     source = absolute_source(data, base)
     names = open_dataset(source, prompt_field="", answer_field="").names
-    prompt = _field("prompt", prompt_field, PROMPTS, names, source)
-    answer = "" if answer_field is None and not set(ANSWERS) & set(names) else _field("answer", answer_field, ANSWERS, names, source)
+    prompt = _field("prompt", prompt_field, names, source)
+    answer = "" if answer_field is None and not set(USUAL["answer"]) & set(names) else _field("answer", answer_field, names, source)
     dataset = open_dataset(source, prompt_field=prompt, answer_field=answer)
     scoring = rewards.resolve([absolute_source(name, base) for name in functions])
     scoring.check(dataset[0].columns, not_json=dataset[0].not_json)
@@ -134,11 +132,11 @@ def look(
     )  # fmt: skip
 
 
-def _field(what: str, column: str | None, usual: Sequence[str], names: Sequence[str], source: str) -> str:
+def _field(what: str, column: str | None, names: Sequence[str], source: str) -> str:
     """The named column, or the first one with a usual name. Raises `ConfigError`."""
     if column is not None and column not in names:
         raise ConfigError(f"--{what}-field {column}: no such column; the rows have {', '.join(names)}{nearest(column, names)}")
-    name = column or next((name for name in usual if name in names), None)
+    name = column or next((name for name in USUAL[what] if name in names), None)
     if name is None:
         raise ConfigError(f"{source}: no column looks like a {what} (the rows have: {', '.join(names)}); name one with --{what}-field")
     return name

@@ -18,6 +18,8 @@ OPENING_TAG = re.compile(r"(<(?!assistant|model|bot|s>)[a-z_]+>)\s*\Z")
 TAG_CHARACTERS = 40
 PER_SOURCE = 2
 """First rows of each source that the reward functions are tried on."""
+SPREAD = 32
+"""Rows at equal distances in the data that they are tried on."""
 MOST_KINDS = 8
 """Further rows that they are tried on: each the first of its kind."""
 PROGRESS_EVERY_S = 10.0
@@ -34,6 +36,8 @@ class RowReader:
         """Training rows that the reward functions are to be tried on: the first of each source, and one of each further kind.
 
         Includes a row with another reference than the first row, if there is one."""
+        self.spread: list[Row] = []
+        """Further training rows to try them on, at equal distances in the data."""
         self._seen: set[object] = set()
         self._same_reference = True
         self._noted: set[str] = set()
@@ -50,6 +54,9 @@ class RowReader:
             self._keep_kind(row)
 
         data.check(also=also)
+        tried = {row.origin for row in self.kinds}
+        spread = (data.row(*data.at(number)) for number in range(0, len(data), max(1, len(data) // SPREAD)))
+        self.spread = [row for row in spread if row.origin not in tried]
 
     def read_held_out(self, datasets: Mapping[str, Dataset]) -> None:
         """Read the rows of evaluation. Raises `DataError` as `read` does."""

@@ -1,6 +1,7 @@
 """Data sets: every source gives the same kind of row, every damaged row is named with its place, and the order is a pure function."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.pipeline.data.open import check, open_dataset
-from penstock.pipeline.data.read_files import DataError, Row
+from penstock.pipeline.data.open import Rows, check, open_dataset
+from penstock.pipeline.data.read_files import DataError, Dataset, Fields, Row
 from penstock.pipeline.data.run_data import order
 from tests.support.paths import EXAMPLES, GSM8K
 
@@ -87,7 +88,7 @@ def test_start_and_limit_choose_a_window_with_its_own_numbers(tmp_path: Path) ->
     [
         (b'{"prompt": "x", "answer": ', "not valid JSON"),
         (b'["prompt", "answer"]', "expected a JSON object, got a list"),
-        ({"promt": "x", "answer": 1}, "no field 'prompt'; did you mean 'promt'?"),
+        ({"promt": "x", "answer": 1}, "no field 'prompt' (data.prompt_field); did you mean 'promt'?"),
         ({"prompt": "  ", "answer": 1}, "the prompt (field 'prompt') is empty"),
         ({"prompt": [], "answer": 1}, "is empty"),
         ({"prompt": 7, "answer": 1}, "is 7; expected text or a list of messages"),
@@ -125,7 +126,9 @@ def test_lines_may_end_as_on_windows_and_files_begin_with_a_byte_order_mark(tmp_
 
 def test_a_named_answer_column_that_is_missing_is_refused_and_the_usual_one_need_not_be_there(tmp_path: Path) -> None:
     lines(tmp_path, [{"prompt": "x", "gold": 1}, {"prompt": "y"}])
-    with pytest.raises(DataError, match=r'rows.jsonl:2: no field .gold. .the row has: prompt.; set data.answer_field = "" if'):
+    with pytest.raises(
+        DataError, match=r'rows.jsonl:2: no field .gold. .data.answer_field. .the row has: prompt.; set data.answer_field = "" if'
+    ):
         check(open_dataset("rows.jsonl", base_dir=tmp_path, answer_field="gold"))
     for name in ("answer", ""):
         assert [row.columns for row in open_dataset("rows.jsonl", base_dir=tmp_path, answer_field=name)] == [{"gold": 1}, {}]
@@ -145,8 +148,24 @@ def test_the_check_counts_all_damaged_rows_and_asks_the_caller_too(tmp_path: Pat
         if row.prompt == "good":
             raise ValueError(f"{row.origin}: too good")
 
-    with pytest.raises(DataError, match=r"rows.jsonl:1: too good \| .*:2: .* \| .*:3: .* \| and 4 more rows"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: too good \| .*:2: the prompt .* is empty \(and 5 more rows\)$"):
         check(open_dataset("rows.jsonl", base_dir=tmp_path), also=refuses_good_ones)
+
+
+@settings(max_examples=30, deadline=None)
+@given(bad=st.lists(st.sampled_from(["", None, 7, [], "good"]), min_size=1, max_size=12))
+def test_each_problem_of_the_rows_is_told_once_with_its_number_of_rows(bad: list[Any]) -> None:
+    data = Dataset(Rows([{"prompt": prompt} for prompt in bad], name="r", digest=""), fields=Fields())
+    try:
+        check(data)
+        told = ""
+    except DataError as error:
+        told = str(error)
+    parts = told.split(" | ") if told else []
+    texts = [re.sub(r" \((all|and) [^()]* rows?\)", "", part).partition(": ")[2] for part in parts]
+    counts = [int(number) + 1 for number in re.findall(r"\(and (\d+) more", told)]
+    assert len(set(texts)) == len(texts)
+    assert sum(counts) + (len(parts) - len(counts)) == sum(prompt != "good" for prompt in bad) or f"(all {len(bad)} rows)" in told
 
 
 def test_the_digest_follows_the_content_and_not_the_name(tmp_path: Path) -> None:

@@ -65,11 +65,11 @@ def found(config: Config) -> tuple[dict[str, str], str | None]:
 
 
 @pytest.mark.costly  # tries the reward in a child process
-def test_a_sound_configuration_is_counted_and_its_reward_tried_on_two_answers(tmp_path: Path) -> None:
+def test_a_sound_configuration_is_counted_and_its_reward_tried_on_the_answers(tmp_path: Path) -> None:
     records, problem = found(configured(project(tmp_path)))
     assert problem is None
     assert records["data"].startswith("50 rows")
-    assert records["reward"] == "of the reference answers of 2 rows: 1, 1"
+    assert records["reward"] == "of the reference answers of 50 rows: all 1"
 
 
 def test_a_created_run_has_as_many_partitions_for_chunks_of_weights_as_it_asks_for(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_sample_that_may_be_larger_than_a_micro_batch_is_told_of(tmp_path: Pat
         ("return [1 / 0]", "ZeroDivisionError: division by zero (rew.py line 2)"),
         ("return [1.0, 2.0, 3.0]", "returned 3 values for 2 completions"),
         ("return ['right'] * len(completions)", "expected a number or None"),
-        ("import time; time.sleep(60)", "took longer than 4 s"),  # two completions
+        ("import time; time.sleep(60)", "took longer than 2 s"),
         ("import no_such_package", "No module named 'no_such_package'"),
     ],
     ids=["one for all", "it raises", "too many values", "no number", "it hangs", "it wants a package"],
@@ -131,11 +131,46 @@ def test_a_reward_that_cannot_judge_is_refused_with_its_line(tmp_path: Path, rew
     assert "\n" not in problem
 
 
+FAILS_ONCE = "return [float(a == b) if n != 30 else 1 / 0 for a, b, n in zip(completions, answer, columns['level'])]"
+
+
+@pytest.mark.costly  # tries the reward in child processes
+def test_a_reward_that_fails_for_one_row_or_for_an_empty_completion_is_told_without_the_engine(tmp_path: Path) -> None:
+    records, problem = found(configured(project(tmp_path, reward=FAILS_ONCE)))
+    assert re.fullmatch(r"the reward of .*rows.jsonl:31: reward .*rew.py:right broke: ZeroDivisionError.*line 2\)", problem or "")
+    assert "reward" not in records
+    records, problem = found(configured(tmp_path, reward={"on_error": "drop"}))
+    assert problem is None and records["reward"] == "of the reference answers of 50 rows: all 1, 1 without a reward"
+    assert records["warning"].startswith("2 of 104 completions have no reward and would not be trained: the reward of ")  # and two pairs
+    first_letter = "[float(text[0] == a[0]) for text, a in zip(completions, answer)]"
+    (tmp_path / "rew.py").write_text(f"def right(completions, answer, **columns):\n    return {first_letter}\n", encoding="utf-8")
+    for on_error in ("stop", "drop"):
+        records, problem = found(configured(tmp_path, reward={"on_error": on_error}))
+        assert problem is None and records["reward"].endswith("50 rows: all 1")
+        assert "rows.jsonl:1 for an empty completion: reward " in records["warning"] and "IndexError" in records["warning"]
+
+
+@pytest.mark.costly  # tries the reward in child processes
+@pytest.mark.parametrize("nones", ["[None] * len(completions)", "[{'a': None} for _ in completions]"])
+def test_a_reward_that_is_none_for_all_rows_is_refused_only_if_they_have_a_reference(tmp_path: Path, nones: str) -> None:
+    project(tmp_path, reward=f"return {nones}")
+    records, problem = found(configured(tmp_path))
+    assert "every reward function returned None for the reference answers of 50 rows" in str(problem)
+    (tmp_path / "rew.py").write_text(f"def right(completions, **columns):\n    return {nones}\n", encoding="utf-8")
+    records, problem = found(configured(tmp_path, data={"answer_field": ""}))
+    assert problem is None
+    assert records["reward"] == "of the prompts of 50 rows, which have no reference answers: none"
+    assert records["warning"].endswith("for the prompts of 50 rows, which have no reference answers; such samples are not trained")
+
+
 @pytest.mark.costly  # tries the reward in a child process
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"data": {"prompt_field": "prompt"}}, "no field 'prompt'"),
+        (
+            {"data": {"prompt_field": "prompt"}},
+            "no field 'prompt' (data.prompt_field); did you mean 'question'? (the row has: question, solution, level) (all 50 rows)",
+        ),
         ({"reward": {"functions": ["rew.py:wrong"]}}, "rew.py does not exist"),
         ({"trainer": {"device": "cuda"}}, "no GPU is visible on this machine"),
         ({"trainer": {"gpus": 1}}, "1 GPUs are required"),

@@ -104,8 +104,11 @@ def test_the_reward_is_the_weighted_sum_of_the_components_that_apply(folder: Pat
 
 def test_a_function_gets_the_columns_it_names_and_misses_are_told_before_the_run(folder: Path) -> None:
     assert scored(folder, ["named"], ["a", "b"], level=3, answer="x", other=1).rewards == (3.0, 3.0)
-    with pytest.raises(RewardError, match=r"needs the column 'level', but the data has answer, levle, .*did you mean 'levle'"):
+    with pytest.raises(RewardError, match=r"needs the column 'level', but the data has answer, levle; did you mean 'levle'.$"):
         resolve(["mine.py:named"], base_dir=folder).check({"answer": 1, "levle": 2})
+    for columns, hint in (({"solution": 1}, "solution"), ({}, "none")):
+        with pytest.raises(RewardError, match=f"but the data has {hint}$"):
+            resolve(["mine.py:named"], base_dir=folder).check(columns)
     resolve(["mine.py:named", "exact_match"], base_dir=folder).check({"answer": 1, "level": 2})
 
 
