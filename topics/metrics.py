@@ -296,7 +296,7 @@ class Measurement:
     values: dict[str, float] = field(default_factory=dict)
     """Figures by name; most are cumulative since the process started."""
     labels: dict[str, str] = field(default_factory=dict)
-    """`activity` and its text `doing`, host, pid; of an evaluation some prompts with their completions."""
+    """`activity` and its text `doing`, host, pid; of a scorer causes of missing rewards; of an evaluation some prompts with completions."""
 
 
 CODEC = Codec(SCHEMA, fields=fields_of(Measurement))

@@ -33,7 +33,6 @@ KEPT = {"steps": 32, "versions": 4, "groups": 1024, "evals": 32}
 """Numbers of newest items that `forget` retains; it acts when there are twice as many."""
 WORK = ("samples", "calls", "groups", "admitted", "step")
 """Cumulative worker values that increase with progress; `step` also increases during a recovery."""
-REWARD_ERRORS = 20
 
 Folded = Entry | Measurement | DeadLetter | RunRecord | Headers
 Also = Callable[[Folded | None, Record], None]
@@ -64,7 +63,8 @@ class RunView:
     """Version -> its first evaluation."""
     dead_letters: dict[tuple[str, int, int], str] = field(default_factory=dict)
     """(topic, partition, offset) of the refused record -> kind."""
-    reward_errors: Counter[str] = field(default_factory=Counter)
+    missing_rewards: dict[str, str] = field(default_factory=dict)
+    """Process of a scorer -> its samples without a reward by cause, as JSON."""
     duplicates: Counter[str] = field(default_factory=Counter)
     mlflow: dict[str, str] = field(default_factory=dict)
     rewards: dict[int, Tally] = field(default_factory=dict)
@@ -165,6 +165,8 @@ class RunView:
             self.moved_ms = max(self.moved_ms, record.timestamp_ms)
         if measurement.kind == "eval" and measurement.version is not None:
             self.evals.setdefault(measurement.version, measurement)
+        if "missing_rewards" in measurement.labels:
+            self.missing_rewards[measurement.incarnation] = measurement.labels["missing_rewards"]
         self.mlflow.update({key.removeprefix("mlflow_"): text for key, text in measurement.labels.items() if key.startswith("mlflow_")})
         return measurement
 
@@ -215,9 +217,6 @@ class RunView:
         if dead_letter.record_id in self.dead_letters:
             return None
         self.dead_letters[dead_letter.record_id] = dead_letter.kind
-        if dead_letter.kind == "reward-failed":
-            error = dead_letter.reason.partition(": ")[2]  # the reason starts with the group's number
-            self.reward_errors[error if error in self.reward_errors or len(self.reward_errors) < REWARD_ERRORS else "others"] += 1
         if dead_letter.kind == POISON and dead_letter.topic.removeprefix(f"{self.run}.") in DECODED:
             self.poison.add(dead_letter.record_id)
         return dead_letter

@@ -208,6 +208,7 @@ def standing(view: RunView, *, now_s: float) -> dict[str, Any]:
         "to_go_s": to_go_s(view),
         "groups": dict(sorted(counted.items())),
         "dead_letters": len(view.dead_letters),
+        "missing_rewards": headline.missing_rewards(view),
         "bottleneck": slowest and slowest._asdict(),
         "waste": [waste._asdict() for waste in headline.wastes(view, last=headline.RECENT_GROUPS)],
         "workers": [

@@ -155,12 +155,6 @@ def watch(
             tell(f"stopped after {done} of {planned} steps; continue: penstock run --resume {run}")
             return 130
     status = _ended(log, record, view)
-    failed = view.view.outcomes["failed"]
-    if failed:
-        notify(
-            f"warning: {failed:,} of {view.view.outcomes.total():,} groups failed, because their reward could not be computed; "
-            f"see the errors with `penstock topics tail {run} dead-letters`"
-        )
     for name in watching.supervisor.missing:
         log_file = directory / "logs" / f"{name}.log"
         notify(f"warning: the run has finished without {name}, which reached its restart limit; its log is {log_file}")

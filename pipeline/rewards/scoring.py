@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -74,6 +74,30 @@ class FaultCount:
         """Raise `BrokenReward` if `on_error` is `stop` and a failure was too frequent."""
         if self._broken is not None:
             raise BrokenReward(self._broken)
+
+
+NO_FUNCTION = "every reward function returned None"
+MOST_CAUSES = 8
+"""Number of causes that are counted apart; further ones are counted together."""
+
+
+@dataclass(slots=True)
+class MissingRewards:
+    """Counts samples without a reward by cause, each with the first group and its reason, for the run's report."""
+
+    causes: dict[str, tuple[int, int, str]] = field(default_factory=dict)
+    """Cause -> samples, group, reason."""
+
+    def add(self, group: int, reasons: Iterable[str]) -> list[str]:
+        """Count samples of a group, one for each reason; return the reasons that are the first of their cause."""
+        first = []
+        for reason in reasons:
+            cause = fault_of(reason)
+            cause = cause if cause in self.causes or len(self.causes) < MOST_CAUSES else "others"
+            first += [] if cause in self.causes else [reason]
+            samples, first_group, first_reason = self.causes.get(cause, (0, group, reason))
+            self.causes[cause] = (samples + 1, first_group, first_reason)
+        return first
 
 
 def fault_of(reason: str) -> str:
@@ -320,7 +344,7 @@ def _filtered(samples: Sequence[ScoredSample], score: Score, algorithm: "Algorit
     """Return the reason why a group is filtered, and so not trained on; None if it is not."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     if len(rewards) < min(2, len(samples)):
-        causes = "; ".join(dict.fromkeys(score.broken.values())) or "every reward function returned None for the others"
+        causes = "; ".join(dict.fromkeys(score.broken.values())) or f"{NO_FUNCTION} for the others"
         return f"{len(rewards)} of {len(samples)} samples have a reward: {causes}"
     if algorithm.filter_zero_variance and zero_variance(rewards) and not (algorithm.combine == "advantages" and _differ(score)):
         return f"every sample {'with a reward ' if len(rewards) < len(samples) else ''}has the reward {rewards[0]:g}"

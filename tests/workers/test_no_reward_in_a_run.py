@@ -7,6 +7,8 @@ import pytest
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.archive.sql import LiveTables, ask
 from penstock.pipeline.inspect.report.text import as_text
+from penstock.pipeline.inspect.run_view import load
+from penstock.pipeline.inspect.status import standing
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.rescore import RescoreRequest, score_run
 from penstock.pipeline.replay.steps import ReplayRequest
@@ -37,7 +39,13 @@ RAISES, HANGS = "raise ValueError('no verdict')", "time.sleep(3600)"
     ],
 )
 def test_samples_without_a_reward_are_the_same_for_everything_that_reads_the_run(
-    run_id: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, error: str
+    run_id: str,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    broken: str,
+    error: str,
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a replay sets it for its own process
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -55,6 +63,12 @@ def test_samples_without_a_reward_are_the_same_for_everything_that_reads_the_run
     report = complete(log, run_id, config)
     assert report["status"] == "finished" and report["no_reward"] > 0
     assert f", {report['no_reward']} without a reward" in as_text(report)
+    warned = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line and "have no reward" in line]
+    assert len(warned) == 2 and sum(error in line for line in warned) == 1, "one for what failed, one for None"
+    failed, none = sorted(report["missing_rewards"], key=lambda line: line.endswith("returned None"))
+    assert failed.endswith(error) and none.endswith("every reward function returned None")
+    assert standing(load(log, run_id), now_s=0.0)["missing_rewards"] == report["missing_rewards"]
+    assert all(line in " ".join(as_text(report).split()) for line in (failed, none))
     assert audited(log, run_id).clean
     tables = LiveTables(log, run_id)
     scored = "from samples s join groups g on s.group_id = g.group_id where g.outcome in ('scored', 'filtered')"

@@ -3,6 +3,7 @@
 Only the scorer that owns a partition decides how a group ends. A broken reward makes the group `failed` and a dead letter, never a zero.
 """
 
+import json
 import time
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +11,16 @@ from penstock.infra.log import Assigned, Member, Records, Revoked, Transactions
 from penstock.infra.sandbox.timed_pool import Done, Failed
 from penstock.pipeline.data.tokenization import Decoder
 from penstock.pipeline.rewards.functions import Score
-from penstock.pipeline.rewards.scoring import FaultCount, RewardPool, group_of, group_outcome, payload_of, reward_pool
+from penstock.pipeline.rewards.scoring import (
+    NO_FUNCTION,
+    FaultCount,
+    MissingRewards,
+    RewardPool,
+    group_of,
+    group_outcome,
+    payload_of,
+    reward_pool,
+)
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.topic_reader import POISON, read_to_current_end
@@ -88,6 +98,7 @@ class Scorer:
     _unscored: list[Group] = field(default_factory=list)
     """Outcomes without rewards: a poison prompt, an aborted sample, or a broken environment."""
     _faults: FaultCount = field(init=False)
+    _missing: MissingRewards = field(default_factory=MissingRewards)
 
     def __post_init__(self) -> None:
         self._faults = FaultCount(self.session.config.reward.on_error)
@@ -290,11 +301,11 @@ class Scorer:
             error = Unusable(f"scoring group {group.group} failed: {result.reason}", kind="reward-failed")
             self.session.dead_letters.write(group.prompt_record, error)
             self._faults.failed(result.reason)
+            self._count_missing(group, [result.reason] * len(group.samples))
             return self._group(group, "failed", result.reason, ())
         score, samples = Score.of(result.result), group.ordered()
         self._faults.partly(score.broken.values(), len(score.rewards))
-        for position, reason in score.broken.items():
-            self.session.reporter.notify(f"sample {samples[position].sample} of group {group.group} is not trained: {reason}")
+        self._count_missing(group, [score.broken.get(n, NO_FUNCTION) for n, reward in enumerate(score.rewards) if reward is None])
         reporter = self.session.reporter
         reporter.add("groups")
         reporter.add("reward_s", result.seconds)
@@ -304,6 +315,14 @@ class Scorer:
         outcome = group_outcome(samples, completions, score, algorithm=self.session.config.algorithm)
         record = self._group(group, outcome.outcome, outcome.reason, outcome.samples)
         return replace(record, reward_ns=round(1e9 * result.seconds), metrics=outcome.metrics)
+
+    def _count_missing(self, group: OpenGroup, reasons: list[str]) -> None:
+        """Count samples without a reward for the report, and print a warning at the first of each cause."""
+        reporter = self.session.reporter
+        for reason in self._missing.add(group.group, reasons):
+            reporter.notify(f"samples of group {group.group} have no reward and are not trained: {reason}", level="warning")
+        if reasons:
+            reporter.labels["missing_rewards"] = json.dumps(self._missing.causes)
 
     def _overdue(self) -> list[Group]:
         """Return an outcome "abandoned" for each incomplete group that is past `scorer.group_deadline_s`."""

@@ -12,7 +12,7 @@ from penstock.pipeline.inspect.live.completions import Completion
 from penstock.pipeline.inspect.report import figures
 from penstock.pipeline.inspect.report.figures import episodes, evaluations, held_out, step_sizes
 from penstock.pipeline.inspect.report.formats import CURVE_WIDTH, duration, sparkline
-from penstock.pipeline.inspect.report.headline import RECENT_GROUPS, learned, wastes
+from penstock.pipeline.inspect.report.headline import RECENT_GROUPS, learned, missing_rewards, wastes
 from penstock.pipeline.inspect.report.summary import reward_ends
 from penstock.pipeline.inspect.report.text import STATUS_STYLES
 from penstock.pipeline.inspect.run_status import (
@@ -70,8 +70,8 @@ def frame(
         parts.append(Text.assemble((named(slowest), "bold"), (f" ({slowest.why})", "dim")))
     parts += _held_out(view)
     parts.append(_health(view, outage_s=outage_s))
-    causes = wastes(view, last=RECENT_GROUPS)
-    parts += [Text(str(waste), style="yellow") for waste in causes]
+    causes = [*missing_rewards(view)[:FAILURES], *wastes(view, last=RECENT_GROUPS)]
+    parts += [Text(str(cause), style="yellow") for cause in causes]
     parts += [Text(completion.line(width - BORDER), style="dim", no_wrap=True, overflow="ellipsis") for completion in completions]
     absent = missing(view, now_s=now_s, silent=silent) if status in ("created", "running") else []
     parts += [Text(f"not here: {', '.join(absent)}", style="yellow")] if absent else []

@@ -1,6 +1,7 @@
 """Summary sentences of a report: whether the run learned, what went wrong, what to change next."""
 
 import itertools
+import json
 import math
 import statistics
 from collections import Counter
@@ -130,14 +131,10 @@ def learned(report: Mapping[str, Any]) -> str:
 
 def warnings(report: Mapping[str, Any]) -> list[str]:
     """Return sentences about events that make a run's figures doubtful."""
-    lines = []
     if changed := report.get("changed"):
         names = ", ".join(dict.fromkeys(str(change["what"]) for change in changed))
-        lines.append(f"Changed while the run was stopped: {names}. Rewards before and after may not be comparable.")
-    failed = report["groups"].get("failed", 0)
-    if failed and not any(waste["status"] == "failed" for waste in report.get("waste", ())):
-        lines.append(f"{failed:,} groups failed because their reward could not be computed; the dead letters have the errors.")
-    return lines
+        return [f"Changed while the run was stopped: {names}. Rewards before and after may not be comparable."]
+    return []
 
 
 def next_steps(report: Mapping[str, Any]) -> list[str]:
@@ -146,6 +143,19 @@ def next_steps(report: Mapping[str, Any]) -> list[str]:
         return [f"{waste['why']}: {waste['advice']}" for waste in wastes]
     bottleneck = report.get("bottleneck")
     return [f"{STAGES[bottleneck['who']]}: {bottleneck['advice']}"] if bottleneck and report["steps"] else []
+
+
+def missing_rewards(view: RunView) -> list[str]:
+    """Return a sentence per cause for which samples have no reward, the most frequent first."""
+    causes: dict[str, tuple[int, int, str]] = {}
+    for text in view.missing_rewards.values():
+        for cause, (samples, group, reason) in json.loads(text).items():
+            before = causes.get(cause, (0, group, reason))
+            causes[cause] = (before[0] + samples, *min(before[1:], (group, reason)))
+    return [
+        f"{samples:,} sample{'s' * (samples != 1)} without a reward, first in group {group}: {reason}"
+        for samples, group, reason in sorted(causes.values(), reverse=True)
+    ]
 
 
 def standard_error(curve: list[float]) -> float:

@@ -43,7 +43,7 @@ COUNTED = ("ledger", "prompts", "rollouts", "groups", "metrics")
 COSTS = ("encode", "decode", "send", "poll", "io")
 CURVE_POINTS = 60
 STORED = "report.stored.json"
-STORED_FORMAT = 1
+STORED_FORMAT = 2
 """Format of stored reports; raise it when a figure changes its meaning."""
 
 
@@ -118,6 +118,7 @@ def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
         "waste": [waste._asdict() for waste in headline.wastes(view)],
         "samples": sum(map(len, view.samples.values())),
         "no_reward": view.no_reward,
+        "missing_rewards": headline.missing_rewards(view),
         "tokens": sum(sum(tokens.values()) for tokens in view.samples.values()),
         "time": {**_time(view, steps, rounds), **_overhead(view)},
         "trainer_tokens": {name: _sum(steps, f"{name}_tokens") for name in ("real", "padded", "computed")},
@@ -334,13 +335,12 @@ def _digest(view: RunView) -> str | None:
 
 
 def _dead_letters(view: RunView) -> dict[str, Any]:
-    """Count the records that workers refused, by reason and by topic, and the most frequent errors of reward functions."""
+    """Count the records that workers refused, by reason and by topic."""
     kinds, topics = list(view.dead_letters.values()), [record_id[0].removeprefix(f"{view.run}.") for record_id in view.dead_letters]
     return {
         "total": len(kinds),
         "by_kind": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
         "by_topic": {topic: topics.count(topic) for topic in sorted(set(topics))},
-        "reward_errors": dict(view.reward_errors.most_common(3)),
     }
 
 

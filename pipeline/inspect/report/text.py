@@ -164,8 +164,7 @@ def _time(report: Report) -> list[str]:
 def _dead_letters(report: Report) -> list[str]:
     letters = report["dead_letters"]
     kinds = ", ".join(f"{count} {kind}" for kind, count in letters["by_kind"].items())
-    errors = [f"{count:,} x {error}" for error, count in letters.get("reward_errors", {}).items()]
-    return [f"{letters['total']} ({kinds})", *errors] if letters["total"] else []
+    return [f"{letters['total']} ({kinds})"] if letters["total"] else []
 
 
 def _restarts(report: Report) -> list[str]:
@@ -203,6 +202,7 @@ SHORT = (
     Row("extra groups", _redundancy),
     Row("staleness", _staleness),
     Row("time", _time),
+    Row("rewards", lambda report: report.get("missing_rewards", ()), "red"),
     Row("dead letters", _dead_letters, "yellow"),
     Row("restarts", _restarts, "yellow"),
     Row("deleted", _deleted, "yellow"),

@@ -204,7 +204,7 @@ def _time(view: RunView) -> list[Facts]:
 
 def _attention(view: RunView, report: Mapping[str, Any], last: Mapping[str, float]) -> list[str]:
     """Return a sentence per problem of the run, with the configuration key that may solve it."""
-    lines = []
+    lines = list(report["missing_rewards"])
     if last.get("truncated_share", 0.0) > TRUNCATED:
         lines.append(
             f"{share(last['truncated_share'])} of the last step's samples are truncated, and a cut-off answer counts as wrong: "

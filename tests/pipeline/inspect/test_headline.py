@@ -54,14 +54,13 @@ def test_a_few_points_are_too_short_whatever_they_are(curve: list[float]) -> Non
     assert headline(report(curve))[0].startswith("Too short to tell")
 
 
-def test_held_out_accuracy_failures_waste_and_the_bottleneck_are_in_the_headline() -> None:
+def test_held_out_accuracy_waste_and_the_bottleneck_are_in_the_headline() -> None:
     evals = [{"greedy_accuracy": 0.03}, {"greedy_accuracy": 1.0}]
     assert headline(report(RISING, eval=evals))[0].endswith("held-out accuracy 3 % -> 100 %.")
     evals = [{"greedy_accuracy": 0.0, "greedy_reward": 0.05}, {"greedy_accuracy": 0.0, "greedy_reward": 0.4}]
     assert headline(report(RISING, eval=evals))[0].endswith("held-out reward 0.05 -> 0.40.")
     waste = [{"status": "filtered", "share": 0.9, "why": "90% of the groups are filtered", "advice": "use easier prompts"}]
     assert headline(report(RISING, waste=waste))[1:] == ["90% of the groups are filtered: use easier prompts."]
-    assert "3 groups failed" in headline(report(RISING, groups={"failed": 3}))[1]
     slowest = {"who": "scorer", "why": "busy 90%", "advice": "make the reward faster"}
     assert headline(report(RISING, bottleneck=slowest))[1:] == ["Scoring is the bottleneck: make the reward faster."]
     assert headline(report(RISING, reward={"first": None, "last": None}, steps=0)) == ["No optimizer step was made."]

@@ -1,20 +1,25 @@
 """The report: every figure against a run whose numbers are known, and its text."""
 
 import json
+import re
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.pipeline.inspect.report.formats import BARS, duration, sparkline
 from penstock.pipeline.inspect.report.summary import summarise
 from penstock.pipeline.inspect.report.text import as_text, episodes_lines
 from penstock.pipeline.inspect.run_status import tenth
-from penstock.pipeline.inspect.run_view import REWARD_ERRORS, RunView
+from penstock.pipeline.inspect.run_view import RunView
+from penstock.pipeline.rewards.scoring import MOST_CAUSES, NO_FUNCTION, MissingRewards, fault_of
 from penstock.topics.wire.record import Outgoing
 from tests.support.a_run import RUN, RecordBuilder, as_records
+
+REASONS = (NO_FUNCTION, "reward f.py:f broke: KeyError: 'x1' (f.py line 3)", "reward f.py:f broke: KeyError: 'x2' (f.py line 3)", "killed")
 
 
 def report_of(built: list[Outgoing]) -> dict[str, Any]:
@@ -203,27 +208,36 @@ def test_what_was_refused_is_counted_once_and_by_kind() -> None:
     built = [*builder.whole(), builder.letter(offset=1), builder.letter(offset=1), builder.letter(offset=2, kind="foreign-run")]
     found = report_of(built)
     counts = {"total": 2, "by_kind": {"foreign-run": 1, "undecodable": 1}, "by_topic": {"groups": 2}}
-    assert found["dead_letters"] == counts | {"reward_errors": {}}
+    assert found["dead_letters"] == counts
     assert found["duplicates"] == 1
 
 
-def test_the_commonest_errors_of_the_reward_are_said_with_their_number() -> None:
-    builder, error = RecordBuilder(steps=2), "ZeroDivisionError: division by zero (rew.py line 3)"
-    reasons = ["KeyError: 'x' (rew.py line 9)", error, error]
-    letters = [
-        builder.letter(offset=n, kind="reward-failed", reason=f"scoring group {n} failed: {reason}") for n, reason in enumerate(reasons)
-    ]
-    found = report_of([*builder.whole(), *letters])
-    assert list(found["dead_letters"]["reward_errors"].items()) == [(error, 2), (reasons[0], 1)]
-    assert f"2 x {error}" in as_text(found)
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 9), st.lists(st.sampled_from(REASONS), max_size=4)), max_size=12))
+def test_samples_without_a_reward_are_said_by_cause_over_all_processes_of_the_scorers(groups: list[tuple[str, int, list[str]]]) -> None:
+    counts, builder, processes = Counter[str](), RecordBuilder(steps=1), defaultdict[str, MissingRewards](MissingRewards)
+    built, warned = list(builder.whole()), Counter[tuple[str, str]]()
+    for process, group, reasons in groups:
+        counts.update(map(fault_of, reasons))
+        warned.update((process, fault_of(reason)) for reason in processes[process].add(group, reasons))
+        labels = {"missing_rewards": json.dumps(processes[process].causes)}
+        built.append(builder.measured_by("scorer-0", incarnation=process, labels=labels))
+    assert set(warned.values()) <= {1}
+    found = report_of(built)["missing_rewards"]
+    for cause, samples in counts.items():
+        first = min(group for _, group, reasons in groups if cause in map(fault_of, reasons))
+        told = [line for line in found if fault_of(line.partition(": ")[2]) == cause]
+        assert len(told) == 1 and told[0].startswith(f"{samples} sample"), told
+        assert first <= int(re.findall(r"group (\d+):", told[0])[0])
+    assert len(found) == len(counts)
+    assert all(line in " ".join(as_text(report_of(built), full=True).split()) for line in found)
 
 
-def test_errors_that_name_something_new_each_time_are_told_apart_up_to_a_number() -> None:
-    builder = RecordBuilder(steps=2)
-    letters = [
-        builder.letter(offset=n, kind="reward-failed", reason=f"scoring group {n} failed: no row {n}") for n in range(2 * REWARD_ERRORS)
-    ]
-    assert report_of([*builder.whole(), *letters])["dead_letters"]["reward_errors"]["others"] == REWARD_ERRORS
+def test_causes_that_name_something_new_each_time_are_counted_together_after_the_first_few() -> None:
+    missing = MissingRewards()
+    first = [reason for group in range(50) for reason in missing.add(group, [f"no {chr(97 + group)}", "no a"])]
+    assert len(first) == len(missing.causes) == MOST_CAUSES + 1
+    assert sum(samples for samples, _, _ in missing.causes.values()) == 100
 
 
 def test_a_stale_group_is_stale_although_it_was_scored() -> None:
@@ -259,14 +273,15 @@ def test_the_text_says_what_was_learned_and_where_to_look_next(report: dict[str,
 
 
 def test_a_run_with_every_kind_of_trouble_is_told_on_one_screen_with_each_of_them(report: dict[str, Any]) -> None:
-    errors = {f"ZeroDivisionError: division by zero (rew.py line {line})": 9 - line for line in range(6)}
+    errors = [f"{9 - line} samples without a reward, first in group 1: ZeroDivisionError (rew.py line {line})" for line in range(6)]
     change = {"what": "reward rew.py:score", "steps": 3, "before": "1" * 64, "after": "2" * 64}
     rebase = {"steps": 4, "entry": 9, "changed": {"torch": ("2.8", "2.9")}, "differences": []}
     troubled = report | {
         "status": "failed",
         "reason": "the loss of step 7 is not finite",
         "groups": report["groups"] | {"failed": 17},
-        "dead_letters": {"total": 30, "by_kind": {"reward-failed": 27, "undecodable": 3}, "by_topic": {}, "reward_errors": errors},
+        "dead_letters": {"total": 30, "by_kind": {"reward-failed": 27, "undecodable": 3}, "by_topic": {}},
+        "missing_rewards": errors,
         "restarts": {"rollout": 2, "trainer": 1},
         "resumed": 2,
         "gone": [f"{RUN}.groups/{partition}: the records at offsets 0 to 41 were deleted" for partition in range(8)],
@@ -280,8 +295,9 @@ def test_a_run_with_every_kind_of_trouble_is_told_on_one_screen_with_each_of_the
     text = as_text(troubled, directory=Path("/state/runs") / RUN)
     assert len(text.splitlines()) <= 30
     for piece in (
-        "failed: the loss of step 7 is not finite", "17 groups failed", "Changed while the run was stopped: reward rew.py:score",
-        "30 (27 reward-failed, 3 undecodable)", "9 x ZeroDivisionError", "rollout 2 · trainer 1 · the whole run was resumed 2 times",
+        "failed: the loss of step 7 is not finite", "17 failed", "Changed while the run was stopped: reward rew.py:score",
+        "30 (27 reward-failed, 3 undecodable)", "9 samples without a reward, first in group 1: ZeroDivisionError",
+        "rollout 2 · trainer 1 · the whole run was resumed 2 times",
         "were deleted", "rebased after 4 steps", "2 of 10 steps had no trained token", "11 without a reward", "not evaluated",
         "raise schedule.max_lag",
     ):  # fmt: skip
