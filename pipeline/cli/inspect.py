@@ -1,5 +1,6 @@
 """Commands that inspect a run (status, logs, report, audit, explain, sql, graph, ui), and `penstock stop`. They write to no topic."""
 
+import os
 import shutil
 import sys
 import textwrap
@@ -386,19 +387,21 @@ def ui(
     security: Security = None,
 ) -> None:
     """Serve pages about runs for a browser, until Ctrl-C: live view, comparison, groups, SQL, logs."""
-    from urllib.parse import urlencode
+    from urllib.parse import urlencode, urlsplit
 
     from penstock.infra.errors import PenstockError
     from penstock.infra.paths import make_files_private, state_directory
     from penstock.pipeline.cli.ui.server import Server, stable_token
-    from penstock.pipeline.launch.run_lock import UI_ADDRESS
+    from penstock.pipeline.launch.run_lock import UI_ADDRESS, ui_address
 
     make_files_private()
     with at(bootstrap, security) as log:
         try:
             server = Server(log, host=host, port=port, token=stable_token(state_directory() / "ui.token"), writable=write)
         except OSError as error:
-            raise PenstockError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port, or 0 for a free one") from error
+            running = ui_address() or ""
+            cause = f"`penstock ui` runs at {running}" if urlsplit(running).port == port else os.strerror(error.errno or 0)
+            raise PenstockError(f"cannot listen on {host}:{port}: {cause}; choose another --port, or 0 for a free one") from error
         address_file = state_directory() / UI_ADDRESS
         address_file.write_text(server.address, encoding="utf-8")
         print(server.address + (f"compare?{urlencode({'run': compare}, doseq=True)}" if compare else ""), flush=True)

@@ -19,6 +19,7 @@ from penstock.pipeline.inspect.run_status import (
     steps_planned,
 )
 from penstock.pipeline.inspect.run_view import RunView
+from penstock.pipeline.inspect.run_view_types import StepFacts
 from penstock.pipeline.runtime.reporting.reporter import OUTSIDE
 from penstock.pipeline.runtime.roles import generating_roles
 from penstock.pipeline.scheduling.rules import MODES
@@ -30,7 +31,7 @@ SPEED_STEPS = 20
 RECENT_STEPS, RECENT_S = 10, 30.0
 """The bottleneck is computed over the last `RECENT_STEPS` steps or the last `RECENT_S` seconds, whichever has more steps."""
 LEAST_STEPS = 3
-"""No bottleneck is named before this many steps, because the pipeline is filling."""
+"""No bottleneck is named before this many steps since the start or a resumption, because the pipeline is filling."""
 HELD_S = 10.0
 """A changed bottleneck is shown when it has lasted this long."""
 SELDOM, MOSTLY = 0.2, 0.6
@@ -59,12 +60,18 @@ OVERLAPPING = "raise rollout.slots, schedule.prompts_per_step or schedule.max_la
 """What to change if rollout and training already overlap and neither is busy."""
 
 
+def recent_steps(view: RunView) -> list[StepFacts]:
+    """Return the steps since the run, or one of its workers, was last started; earlier ones say nothing about the present speed."""
+    since = max(view.worked.stops, default=0.0)
+    return [view.steps[number] for number in sorted(view.steps) if view.steps[number].time_s > since]
+
+
 def trainer_waiting_ratio(view: RunView, *, whole: bool = False) -> float | None:
     """Return the share of time (0 to 1) that the trainer waited, in the last steps or in the `whole` run; None if unknown."""
     if whole:
         lasted_s, waited_s = trainer_time(view)
         return waited_s / lasted_s if lasted_s else None
-    steps = [view.steps[number] for number in sorted(view.steps)]
+    steps = recent_steps(view)
     if not steps:
         return None
     early = sum(step.time_s < steps[-1].time_s - RECENT_S for step in steps)
@@ -96,7 +103,7 @@ def bottleneck(view: RunView, *, whole: bool = False) -> Bottleneck | None:
     that the feeder could admit.
     """
     waiting = trainer_waiting_ratio(view, whole=whole)
-    if waiting is None or (not whole and (has_ended(view) or view.steps_done < LEAST_STEPS)):
+    if waiting is None or (not whole and (has_ended(view) or len(recent_steps(view)) < LEAST_STEPS)):
         return None
     if waiting < SELDOM:
         return _named("trainer", f"it waits {waiting:.0%} of its time")

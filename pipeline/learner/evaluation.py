@@ -17,6 +17,7 @@ from penstock.pipeline.data.run_data import open_eval_data, refuse_changed
 from penstock.pipeline.data.tokenization import Decoder, Renderer
 from penstock.pipeline.rewards.functions import Score, episodes_of
 from penstock.pipeline.rewards.scoring import FaultCount, RewardPool, payload, reward_pool
+from penstock.pipeline.runtime.reporting.log_lines import counted
 from penstock.pipeline.runtime.sampling import episode_request
 from penstock.topics.samples import cause_of, generated
 
@@ -171,7 +172,7 @@ class Evaluator:
         if self.config.environment.source is not None:
             values["turns_mean"] = sum(turns) / len(turns)
         parts = [f"{how} reward {values[key]:.3f}" for how in ("greedy", "sampled") if (key := f"{how}_reward") in values]
-        parts += [f"{values['n_failed']:.0f} completions without a reward"] if values["n_failed"] else []
+        parts += [f"{counted(int(values['n_failed']), 'completion')} without a reward"] if values["n_failed"] else []
         self.notify(f"version {version}: {', '.join(parts)}")
         return {**values, "eval_s": time.monotonic() - started}
 

@@ -29,6 +29,7 @@ from penstock.pipeline.inspect.tables.run_tables import Advantages
 from penstock.pipeline.inspect.tables.token_texts import TokenTexts
 from penstock.pipeline.inspect.web import run_facts
 from penstock.pipeline.inspect.web.build import Limits, index_of
+from penstock.pipeline.inspect.web.groups import newest_groups
 from penstock.pipeline.learner.ledger_history import with_later_parts
 from penstock.pipeline.runtime.topic_reader import RunReader, read_to_current_end
 from penstock.topics import groups
@@ -46,7 +47,6 @@ PAUSE = 25
 """The page of a live run is computed again after this many times the seconds that it took, so that it costs the run little."""
 SEARCH_S = 3.0
 """Longest time of one search in texts; its result has the group after which to continue."""
-NEWEST = 16
 OPEN_RUNS = 12
 """Most runs that are followed at a time; each takes memory for the offsets of its groups."""
 MANY = 20_000
@@ -89,7 +89,6 @@ class WatchedRun:
     """True if the view is one that the tracker has saved, and what was folded after it."""
     _offsets: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Group -> partition and offset of its outcome's first part."""
-    _newest: list[int] = field(default_factory=list)
     _index: RunIndex | None = None
     _list: tuple[int, GroupList] | None = None
     _bottleneck: SteadyBottleneck = field(default_factory=SteadyBottleneck)
@@ -142,8 +141,6 @@ class WatchedRun:
         """Remember where the outcome of a group is. `folded` is what `RunView.fold` returned for the record."""
         if isinstance(folded, Headers) and folded.group is not None and record.topic.endswith(".groups") and not folded.part:
             self._offsets.setdefault(folded.group, (record.partition, record.offset))
-            if folded.reward_mean is not None:
-                self._newest = [*self._newest[1 - NEWEST :], folded.group]
 
     def page(self) -> run_facts.Facts:
         """What the run's page shows; computed again at most once a second, and less often if that takes long."""
@@ -153,8 +150,7 @@ class WatchedRun:
             if self._page is None or (started >= self._page[0] and (self._page[1]["live"] or not has_ended(view))):
                 slowest = self._bottleneck.update(bottleneck(view), now_s=time.time())
                 page = run_facts.run_facts(view, summarise(view), now_s=time.time(), slowest=slowest)
-                newest = view.steps[max(view.steps)].groups if view.steps else self._newest
-                shown = list(self.read(newest[:SCANNED]).values())
+                shown = list(self.read(newest_groups(view)).values())
                 page |= {"cards": run_facts.cards(shown), "curves": run_facts.curves(view)}
                 took = time.monotonic() - started
                 self._page = time.monotonic() + max(1.0, PAUSE * took), page

@@ -103,12 +103,17 @@ def without_template(prompt: str, prompts: list[str]) -> str:
 
 
 def shared(*texts: str) -> str:
-    """Return the common prefix of the texts: `shared("sum: 1+1", "sum: 2+2")` is "sum: "."""
+    """Return the common prefix of the texts in whole words: `shared("sum: 12+1", "sum: 13+2")` is "sum: "."""
     low, high = min(texts), max(texts)
     length = min(len(low), len(high))
-    return low[: next((index for index in range(length) if low[index] != high[index]), length)]
+    length = next((index for index in range(length) if low[index] != high[index]), length)
+    while low[:length][-1:].isalnum() and any(text[length : length + 1].isalnum() for text in texts):
+        length -= 1
+    return low[:length]
 
 
 def _end(text: str, limit: int) -> str:
+    """Return the last words of a text, at most `limit` characters, after an ellipsis if some are left out."""
     line = " ".join(text.split())
-    return line if len(line) <= limit else f"…{line[len(line) - limit + 1 :]}"
+    rest = line[len(line) - limit + 1 :]
+    return line if len(line) <= limit else f"…{rest.partition(' ')[2] or rest}"

@@ -10,9 +10,9 @@ from rich.text import Text
 
 from penstock.pipeline.inspect.live.completions import Completion
 from penstock.pipeline.inspect.report import figures
-from penstock.pipeline.inspect.report.figures import episodes, evaluations, held_out, step_sizes
+from penstock.pipeline.inspect.report.figures import episodes, evaluations, held_out, held_out_prompts, ordered, step_sizes
 from penstock.pipeline.inspect.report.formats import CURVE_WIDTH, duration, sparkline
-from penstock.pipeline.inspect.report.headline import RECENT_GROUPS, learned, missing_rewards, wastes
+from penstock.pipeline.inspect.report.headline import RECENT_GROUPS, attention, learned, missing_rewards, wastes
 from penstock.pipeline.inspect.report.summary import reward_ends
 from penstock.pipeline.inspect.report.text import STATUS_STYLES
 from penstock.pipeline.inspect.run_status import (
@@ -29,8 +29,9 @@ from penstock.pipeline.inspect.run_status import (
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import StepFacts, WorkerView
 from penstock.pipeline.inspect.stall import SILENT_S
-from penstock.pipeline.inspect.status import RECENT_STEPS, Bottleneck, SteadyBottleneck, bottleneck, elapsed_s, to_go_s
-from penstock.pipeline.runtime.roles import ROLES, generating_roles, order
+from penstock.pipeline.inspect.status import RECENT_STEPS, Bottleneck, SteadyBottleneck, bottleneck, elapsed_s, recent_steps, to_go_s
+from penstock.pipeline.runtime.reporting.log_lines import counted
+from penstock.pipeline.runtime.roles import ROLES, generating_roles
 from penstock.topics.metrics import Activity, activity_of
 
 GONE_S, PATIENCE_S = 60.0, 20.0
@@ -70,13 +71,13 @@ def frame(
         parts.append(Text.assemble((named(slowest), "bold"), (f" ({slowest.why})", "dim")))
     parts += _held_out(view)
     parts.append(_health(view, outage_s=outage_s))
-    causes = [*missing_rewards(view)[:FAILURES], *wastes(view, last=RECENT_GROUPS)]
-    parts += [Text(str(cause), style="yellow") for cause in causes]
+    errors, steps = figures.failures(view)[:FAILURES], [view.steps[step] for step in sorted(view.steps)]
+    measured = {"practice": figures.practice(steps), "ess": figures.ess(steps), "missing_rewards": missing_rewards(view)[:FAILURES]}
+    causes = [*attention({**measured, "failures": ()}), *map(str, wastes(view, last=RECENT_GROUPS))]
+    parts += [Text(cause, style="yellow") for cause in causes]
     parts += [Text(completion.line(width - BORDER), style="dim", no_wrap=True, overflow="ellipsis") for completion in completions]
     absent = missing(view, now_s=now_s, silent=silent) if status in ("created", "running") else []
     parts += [Text(f"not here: {', '.join(absent)}", style="yellow")] if absent else []
-    errors = [f"{worker.worker} failed: {worker.labels['error']}" for worker in ordered(view) if worker.ended and "error" in worker.labels]
-    errors = errors[:FAILURES]
     parts += [Text(error, style="red") for error in errors]
     rows = max(4, height - HEADER_LINES - 2 * len(causes) - len(completions) - bool(absent) - 2 * len(errors))
     parts += [Text(""), _workers(view, now_s=now_s, silent=silent, rows=rows, width=width)]
@@ -107,7 +108,7 @@ def line(view: RunView, *, now_s: float) -> str:
         parts.append(duration(elapsed) + (f", {duration(to_go)} to go" if to_go is not None else ""))
     parts += _news(view, now_s=now_s)
     if view.dead_letters:
-        parts.append(_dead_letters(view))
+        parts.append(counted(len(view.dead_letters), "dead letter"))
     return "  ".join(parts)
 
 
@@ -115,7 +116,7 @@ def _news(view: RunView, *, now_s: float) -> list[str]:
     """Return the most important text about a run: activities before the first step and at the end, a long step, waste, or bottleneck."""
     if view.closed is not None:
         return [f"{worker.worker}: {doing(worker, now_s=now_s)}" for worker in ordered(view) if not worker.ended]
-    if not view.steps:
+    if not recent_steps(view):
         return [waiting_for(view, now_s=now_s)]
     if (computing := _computing(view, now_s=now_s)) is not None:
         return [computing]
@@ -199,7 +200,8 @@ def _held_out(view: RunView) -> list[Text]:
     version = max(view.evals)
     values = view.evals[version].values
     scores = [score for name in ("greedy", "sampled") if (score := held_out(values, name)) is not None]
-    return [Text.assemble(("eval   ", "dim"), (" · ".join(scores), "bold"), (f" at version {version}", "dim"))]
+    prompts = f", {held_out_prompts(values)}" if values.get("n") else ""
+    return [Text.assemble(("eval   ", "dim"), (" · ".join(scores), "bold"), (f" at version {version}{prompts}", "dim"))]
 
 
 def _episodes(view: RunView) -> list[str]:
@@ -218,7 +220,7 @@ def _health(view: RunView, *, outage_s: float) -> Text:
     step = _last(view)
     parts = [f"version {view.version if view.version is not None else '-'}"]
     if step is not None and "lag_mean" in step.metrics:
-        parts.append(f"lag {step.metrics['lag_mean']:.1f}, at most {step.metrics['lag_max']:.0f}")
+        parts.append(f"lag mean {step.metrics['lag_mean']:.1f}, max {step.metrics['lag_max']:.0f}")
         if step.metrics["lag_max"] and "ess" in step.metrics:
             parts.append(f"ESS {step.metrics['ess']:.2f}")
     engines = figures.engines(view)
@@ -228,10 +230,10 @@ def _health(view: RunView, *, outage_s: float) -> Text:
         parts.append(f"batch {engines['occupancy']:.0%} full")
     parts += _episodes(view)
     text = Text(" · ".join(parts))
-    if not view.steps and not has_ended(view):
+    if not recent_steps(view) and not has_ended(view):
         text.append(" · starting", style="dim")
     if view.dead_letters:
-        text.append(f" · {_dead_letters(view)}", style="yellow")
+        text.append(f" · {counted(len(view.dead_letters), 'dead letter')}", style="yellow")
     return text
 
 
@@ -285,22 +287,12 @@ def _row(view: RunView, worker: WorkerView, *, now_s: float, silent_s: float) ->
 
 def _step_rates(view: RunView) -> tuple[float | None, float | None, float | None]:
     """Return groups, samples and tokens per second that were trained in the last steps."""
-    recent = [view.steps[number] for number in sorted(view.steps)[-RECENT_STEPS - 1 :]]
+    recent = recent_steps(view)[-RECENT_STEPS - 1 :]
     span = recent[-1].time_s - recent[0].time_s if len(recent) > 1 else 0.0
     if span <= 0 or has_ended(view):
         return None, None, None
     groups, samples, tokens = (sum(step.metrics.get(name, 0.0) for step in recent[1:]) / span for name in ("groups", "samples", "tokens"))
     return groups, samples, tokens
-
-
-def ordered(view: RunView) -> list[WorkerView]:
-    """Return the workers in pipeline order; within a role, those that have ended are last."""
-    return sorted(view.workers.values(), key=lambda worker: (order(worker.role), worker.ended, len(worker.worker), worker.worker))
-
-
-def _dead_letters(view: RunView) -> str:
-    count = len(view.dead_letters)
-    return f"{count} dead letter{'s' if count != 1 else ''}"
 
 
 def named(slowest: Bottleneck) -> str:

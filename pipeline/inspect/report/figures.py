@@ -11,8 +11,9 @@ import numpy as np
 from penstock.pipeline.inspect.run_status import config_of
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import StepFacts, WorkerView
+from penstock.pipeline.runtime.reporting.log_lines import counted
 from penstock.pipeline.runtime.reporting.reporter import OUTSIDE, TRAINER_WAITS, USES
-from penstock.pipeline.runtime.roles import ROLES, generating_roles
+from penstock.pipeline.runtime.roles import ROLES, generating_roles, order
 from penstock.topics.metrics import Measurement
 
 _PREFIX = "engine_environment_"
@@ -94,6 +95,12 @@ def held_out(values: Mapping[str, float], how: str) -> str | None:
     return f"{how} {reward:.3f}" + (f" ({solved:.0%} solved)" if abs(reward - solved) >= SAME else "")
 
 
+def held_out_prompts(values: Mapping[str, float]) -> str:
+    """Format what an evaluation's scores are about: "64 prompts, 5 completions without a reward excluded"."""
+    excluded = int(values.get("n_failed") or 0)
+    return counted(int(values["n"]), "prompt") + (f", {counted(excluded, 'completion')} without a reward excluded" if excluded else "")
+
+
 def one_line(text: str, limit: int) -> str:
     """Format a text in one line; a long one is shortened in the middle: `one_line("abcdefghij", 6)` is "ab … ij"."""
     line = " ".join(text.split())
@@ -127,6 +134,16 @@ def by_role(view: RunView) -> dict[str, dict[str, float]]:
                 if seconds:
                     role[f"{use}_s"] = role.get(f"{use}_s", 0.0) + seconds
     return {role: spent[role] for role in ROLES if role in spent}
+
+
+def ordered(view: RunView) -> list[WorkerView]:
+    """Return the workers in pipeline order; within a role, those that have ended are last."""
+    return sorted(view.workers.values(), key=lambda worker: (order(worker.role), worker.ended, len(worker.worker), worker.worker))
+
+
+def failures(view: RunView) -> list[str]:
+    """Return a sentence per worker whose newest process failed, with the cause."""
+    return [f"{worker.worker} failed: {worker.labels['error']}" for worker in ordered(view) if "error" in worker.labels]
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
@@ -288,6 +305,7 @@ def practice(steps: Sequence[StepFacts]) -> dict[str, float | None]:
         **{name: mean(steps, name) for name in means},
         "entropy_first": steps[0].metrics.get("entropy") if steps else None,
         "entropy_last": steps[-1].metrics.get("entropy") if steps else None,
+        "truncated_last": steps[-1].metrics.get("truncated_share") if steps else None,
         **{name: most(steps, name) for name in ("peak_rss_bytes", "peak_gpu_bytes")},
     }
 

@@ -15,6 +15,8 @@ from penstock.pipeline.inspect.run_status import config_of, reward_scale
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import GroupFacts
 
+TRUNCATED, LOW_ESS = 0.2, 0.5
+"""Share of truncated samples above which, and effective sample size below which, a run needs attention."""
 LEAST_GROUPS = 8
 RECENT_GROUPS, LEAST_RECENT = 1_000, 32
 """Number of newest outcomes that live view and `status` use, and smallest number for which there is advice."""
@@ -135,6 +137,17 @@ def warnings(report: Mapping[str, Any]) -> list[str]:
         names = ", ".join(dict.fromkeys(str(change["what"]) for change in changed))
         return [f"Changed while the run was stopped: {names}. Rewards before and after may not be comparable."]
     return []
+
+
+def attention(report: Mapping[str, Any]) -> list[str]:
+    """Return a sentence per problem of the samples or a worker, with the configuration key that may solve it."""
+    truncated, ess, lines = report["practice"]["truncated_last"], report["ess"]["mean"], list(report["missing_rewards"])
+    if truncated is not None and truncated > TRUNCATED:
+        cut = f"{percent(truncated)} of the last step's samples are truncated, and a cut-off answer counts as wrong"
+        lines.append(f"{cut}: raise sampling.max_new_tokens")
+    if ess is not None and ess < LOW_ESS:
+        lines.append(f"the effective sample size is {ess:.2f}: lower schedule.max_lag or trainer.lr, or set algorithm.correction")
+    return [*lines, *report["failures"]]
 
 
 def next_steps(report: Mapping[str, Any]) -> list[str]:

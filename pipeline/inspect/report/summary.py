@@ -143,6 +143,7 @@ def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
         "duplicates": sum(view.duplicates.values()),
         "gone": list(gone),
         "resumed": resumptions(view),
+        "failures": figures.failures(view),
         "restarts": _restarts(view),
         "mlflow_run_id": view.mlflow.get("run_id"),
         "mlflow_uri": view.mlflow.get("uri"),

@@ -12,10 +12,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from penstock.pipeline.inspect.report.figures import SAME, SHOWN, one_line, shares, step_sizes
+from penstock.pipeline.inspect.report.figures import SAME, SHOWN, held_out_prompts, one_line, shares, step_sizes
 from penstock.pipeline.inspect.report.formats import change, duration, figures, joined, percent, rebased_line, sparkline, use_text
-from penstock.pipeline.inspect.report.headline import learned, next_steps, warnings
+from penstock.pipeline.inspect.report.headline import attention, learned, next_steps, warnings
 from penstock.pipeline.inspect.run_status import end_reason
+from penstock.pipeline.runtime.reporting.log_lines import counted
 
 STATUS_STYLES = {"finished": "green", "stopping": "yellow", "stopped": "yellow", "failed": "red", "running": "cyan"}
 TEXT_WIDTH, EXAMPLE_WIDTH = 110, 72
@@ -98,9 +99,7 @@ def _held_out(report: Report) -> list[str]:
         return ["not evaluated; set eval.source to evaluate on held-out prompts"]
     first, last = evals[0], evals[-1]
     parts = [text for name in ("greedy", "sampled") if (text := _score(name, [first] if last is first else [first, last]))]
-    prompts = f" ({int(last['n'])} prompts)" if last.get("n") else ""
-    failed = sum(int(entry.get("n_failed") or 0) for entry in evals)
-    return [", ".join(parts) + prompts + (f"; {failed} completions without a reward" if failed else "")]
+    return [", ".join(parts) + (f" ({held_out_prompts(last)})" if last.get("n") else "")]
 
 
 def _score(name: str, evals: Sequence[Mapping[str, Any]]) -> str | None:
@@ -146,7 +145,7 @@ def _redundancy(report: Report) -> list[str]:
 
 def _staleness(report: Report) -> list[str]:
     lag, size = report["lag"], "".join(figures(report["ess"], ("mean", "; effective sample size {:.2f}")))
-    return [] if lag["mean"] is None else [f"mean {lag['mean']:.1f} versions, at most {lag['max']:.0f}{size}"]
+    return [] if lag["mean"] is None else [f"mean {lag['mean']:.1f} versions, max {lag['max']:.0f}{size}"]
 
 
 def _time(report: Report) -> list[str]:
@@ -169,7 +168,7 @@ def _dead_letters(report: Report) -> list[str]:
 
 def _restarts(report: Report) -> list[str]:
     restarts, resumed = [f"{role} {count}" for role, count in report["restarts"].items()], report.get("resumed")
-    return joined([*restarts, *([f"the whole run was resumed {resumed} time{'s' if resumed > 1 else ''}"] if resumed else [])])
+    return joined([*restarts, *([f"the whole run was resumed {counted(resumed, 'time')}"] if resumed else [])])
 
 
 def _deleted(report: Report) -> list[str]:
@@ -202,7 +201,7 @@ SHORT = (
     Row("extra groups", _redundancy),
     Row("staleness", _staleness),
     Row("time", _time),
-    Row("rewards", lambda report: report.get("missing_rewards", ()), "red"),
+    Row("attention", attention, "yellow"),
     Row("dead letters", _dead_letters, "yellow"),
     Row("restarts", _restarts, "yellow"),
     Row("deleted", _deleted, "yellow"),
@@ -211,6 +210,11 @@ SHORT = (
     Row("empty", _empty, "yellow"),
     Row("next step", _next_steps),
 )
+
+
+def problems(report: Report) -> list[str]:
+    """Return the lines of the rows about problems, as the page lists them."""
+    return [line if row.lines is attention else f"{row.label}: {line}" for row in SHORT if row.style for line in row.lines(report)]
 
 
 def _examples(report: Report) -> list[str]:
@@ -305,7 +309,7 @@ def _lag(report: Report) -> list[str]:
     lag = report["lag"]
     lines = figures(report["ess"], ("min", "effective sample size at least {:.3f}"))
     if lag["steps"]["mean"] is not None and lag["steps"]["max"] != lag["max"]:
-        lines.append(f"in optimizer steps mean {lag['steps']['mean']:.2f}, at most {lag['steps']['max']:.0f}")
+        lines.append(f"in optimizer steps mean {lag['steps']['mean']:.2f}, max {lag['steps']['max']:.0f}")
     if len(by_lag := lag["tokens"]["shares"]) > 1:
         parts = " · ".join(f"{percent(share)} at {number}" for number, share in by_lag.items())
         lines.append(f"trained tokens by lag: {parts}; {lag['spans']:.2f} versions in a sample")
@@ -316,7 +320,7 @@ def _engines(report: Report) -> list[str]:
     engines = report["engines"]
     if not engines["swaps"]:
         return []
-    swaps = "{swaps:,.0f} times new weights in flight ({swap_stall_ms_mean:.0f} ms each, {swap_stall_ms_max:.0f} at most)"
+    swaps = "{swaps:,.0f} times new weights in flight ({swap_stall_ms_mean:.0f} ms each, {swap_stall_ms_max:.0f} max)"
     parts = [swaps.format(**engines)] if engines["swap_stall_ms_max"] else []
     cached = ("prefix_cache_hits", "{:.0f} % of prompt tokens from the prefix cache", 100)
     aborted = ("aborted_groups", "{:.0f} groups aborted") if engines["aborted_groups"] else ("", "")
@@ -328,8 +332,8 @@ PRACTICE = (
     ("reward_group_std", "within a group {:.3f}"),
     ("update_norm", "update norm {:.2g}"),
     ("train_tokens_per_s", "{:,.0f} tokens/s trained"),
-    ("peak_rss_bytes", "trainer memory at most {:.1f} GiB", 2**-30),
-    ("peak_gpu_bytes", "GPU memory at most {:.1f} GiB", 2**-30),
+    ("peak_rss_bytes", "trainer memory peak {:.1f} GiB", 2**-30),
+    ("peak_gpu_bytes", "GPU memory peak {:.1f} GiB", 2**-30),
 )
 
 

@@ -19,8 +19,8 @@ from penstock.topics.groups import Group
 from penstock.topics.rollouts import Rollout
 from penstock.topics.samples import generated
 
-IN_MEMORY = 64
-"""Most groups that stay in memory with their texts."""
+NEWEST = 64
+"""Most groups from which the newest samples are chosen."""
 EXCERPT = 2000
 """Characters of a prompt that are held in memory until the common prefix of all prompts has been computed."""
 
@@ -84,11 +84,11 @@ class GroupPages:
     reward_weights: tuple[float, ...] = ()
     common: str | None = None
     newest: list[Group] = field(default_factory=list)
-    """Groups of the newest step, or before the first step the newest with rewards."""
+    """Those of `newest_groups`."""
 
     def read(self) -> None:
         """Read groups with samples from `groups`, the others from `prompts` and `rollouts`."""
-        unread = set(self.selection.listed)
+        unread, newest = set(self.selection.listed), set(newest_groups(self.view))
         unscored: dict[int, tuple[str, Group]] = {}
         for outcome in self.reader.groups(only=self.selection.listed):
             group, worker = outcome.payload, (outcome.headers and outcome.headers.worker) or ""
@@ -97,6 +97,7 @@ class GroupPages:
             if group.samples:
                 unread.discard(group.group)
                 self._scored(group, worker)
+                self.newest += [group] if group.group in newest else []
             else:
                 unscored[group.group] = worker, group
         if unread:
@@ -106,9 +107,6 @@ class GroupPages:
 
     def _scored(self, group: Group, worker: str) -> None:
         """Add a group with rewards, which `worker` has scored."""
-        steps = self.view.steps
-        if group.group in steps[max(steps)].groups if steps else group.rewards:
-            self.newest = [*self.newest[-IN_MEMORY:], group]
         self.reward_names = self.reward_names or group.reward_names
         self.reward_weights = self.reward_weights or group.reward_weights
         rollouts = [sample.rollout for sample in group.samples]
@@ -171,6 +169,12 @@ class GroupPages:
         tokens = rollouts if number in self.selection.tokens else []
         chunk_slot = self.chunks.add(prompt, columns, completions, tokens) if number in self.selection.texts else None
         self.rows.append(Row(group=number, prompt=prompt[:EXCERPT], rollouts=tuple(samples), chunk_slot=chunk_slot, **fields))
+
+
+def newest_groups(view: RunView) -> list[int]:
+    """Return the groups of the newest step, or before the first one those with rewards; of more than `NEWEST` the last."""
+    scored = (group for group, facts in view.groups.items() if facts.reward_mean is not None)
+    return sorted(view.steps[max(view.steps)].groups if view.steps else scored)[-NEWEST:]
 
 
 def choose(view: RunView, *, samples: int, tokens: int, text_tokens: int) -> Selection:

@@ -11,11 +11,12 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline.config.load import from_json
 from penstock.pipeline.data.references import reference_text
 from penstock.pipeline.inspect.live.completions import without_template
-from penstock.pipeline.inspect.live.frame import doing, named, ordered
-from penstock.pipeline.inspect.report.figures import by_role, shares
+from penstock.pipeline.inspect.live.frame import doing, named
+from penstock.pipeline.inspect.report.figures import by_role, held_out_prompts, ordered, shares
 from penstock.pipeline.inspect.report.formats import duration, use_text
-from penstock.pipeline.inspect.report.headline import headline
+from penstock.pipeline.inspect.report.headline import LOW_ESS, TRUNCATED, headline
 from penstock.pipeline.inspect.report.provenance import BISECTED, card_directory, read_statement
+from penstock.pipeline.inspect.report.text import problems
 from penstock.pipeline.inspect.run_status import (
     config_of,
     group_statuses,
@@ -41,8 +42,6 @@ POINTS = 600
 """Most points of a curve; of more, the least and the greatest of each range remain."""
 STILL = 1e-6
 """A curve that never leaves a band of this width is named and has no chart."""
-TRUNCATED, LOW_ESS = 0.2, 0.5
-"""Share of truncated samples above which, and effective sample size below which, a run needs attention."""
 
 
 def run_facts(view: RunView, report: Mapping[str, Any], *, now_s: float, slowest: Bottleneck | None = None) -> Facts:
@@ -64,11 +63,11 @@ def run_facts(view: RunView, report: Mapping[str, Any], *, now_s: float, slowest
         "to_go": None if (to_go := to_go_s(view)) is None else duration(to_go),
         "version": view.version,
         "lag": last.get("lag_mean"),
-        "tiles": _tiles(view, report, last),
+        "tiles": _tiles(view, report),
         "stages": _stages(view, now_s=now_s),
         "workers": [_worker(view, worker, now_s=now_s) for worker in ordered(view)],
         "groups": _groups(view),
-        "attention": _attention(view, report, last),
+        "attention": problems(report),
         "time": _time(view),
         "dead_letter_count": len(view.dead_letters),
         "examples": report["examples"],
@@ -101,7 +100,7 @@ def _metric(view: RunView, name: str) -> list[float | None]:
     return [view.steps[step].metrics.get(name) for step in sorted(view.steps)]
 
 
-def _tiles(view: RunView, report: Mapping[str, Any], last: Mapping[str, float]) -> list[Facts]:
+def _tiles(view: RunView, report: Mapping[str, Any]) -> list[Facts]:
     """Return the six figures at the top of the page, each with a note and its curve."""
     evals, groups = report["eval"], report["groups"]
     ended = sum(groups.get(status, 0) for status in STATUSES)
@@ -109,7 +108,7 @@ def _tiles(view: RunView, report: Mapping[str, Any], last: Mapping[str, float]) 
     measure = "reward" if all("greedy_reward" in entry for entry in evals) else "accuracy"
     rate = sum(worker.rate("tokens") or 0.0 for worker in view.workers.values() if worker.role == "rollout")
     tokens = rate or sum(group.tokens for group in view.groups.values()) / (report["time"]["train_s"] or math.inf)
-    truncated = last.get("truncated_share")
+    truncated = report["practice"]["truncated_last"]
     ess = report["ess"]["mean"]
     rewards = [view.rewards[version].mean for version in sorted(view.rewards)]
     return [
@@ -117,7 +116,7 @@ def _tiles(view: RunView, report: Mapping[str, Any], last: Mapping[str, float]) 
         {
             "name": "evaluation",
             "value": number(newest.get(f"greedy_{measure}")),
-            "note": f"greedy, {share(newest.get('greedy_accuracy'))} solved at version {newest['version']}" if newest else "none yet",
+            "note": f"greedy, {share(newest.get('greedy_accuracy'))} solved of {held_out_prompts(newest)}" if newest else "none yet",
             "curve": [entry.get(f"greedy_{measure}") for entry in evals],
         },
         {
@@ -137,7 +136,7 @@ def _tiles(view: RunView, report: Mapping[str, Any], last: Mapping[str, float]) 
         {
             "name": "ESS",
             "value": number(ess),
-            "note": f"lag {number(report['lag']['mean'])}, at most {number(report['lag']['max'], 1)}",
+            "note": f"lag {number(report['lag']['mean'])}, max {number(report['lag']['max'], 1)}",
             "curve": _metric(view, "ess"),
             "bad": ess is not None and ess < LOW_ESS,
         },
@@ -200,24 +199,6 @@ def _time(view: RunView) -> list[Facts]:
         {"role": role, "uses": [{"use": use_text(use), "kind": kind_of(use), "share": part} for use, part in shares(spent).items()]}
         for role, spent in by_role(view).items()
     ]
-
-
-def _attention(view: RunView, report: Mapping[str, Any], last: Mapping[str, float]) -> list[str]:
-    """Return a sentence per problem of the run, with the configuration key that may solve it."""
-    lines = list(report["missing_rewards"])
-    if last.get("truncated_share", 0.0) > TRUNCATED:
-        lines.append(
-            f"{share(last['truncated_share'])} of the last step's samples are truncated, and a cut-off answer counts as wrong: "
-            "raise sampling.max_new_tokens"
-        )
-    ess = report["ess"]["mean"]
-    if ess is not None and ess < LOW_ESS:
-        lines.append(f"the effective sample size is {number(ess)}: lower schedule.max_lag or trainer.lr, or set algorithm.correction")
-    lines += [f"{role} was started again {count} times; its log has the cause" for role, count in report["restarts"].items()]
-    if report["dead_letters"]["total"]:
-        lines.append(f"{report['dead_letters']['total']:,} records were refused: see Dead letters")
-    lines += [f"{worker.worker} failed: {worker.labels['error']}" for worker in ordered(view) if "error" in worker.labels]
-    return lines
 
 
 LEAST_GROUPS = 16
@@ -323,7 +304,7 @@ def curve(label: str, points: Iterable[tuple[float, float | None]]) -> Facts:
 def cards(groups: Sequence[Group]) -> list[Facts]:
     """Return the best, median and worst sample by reward of some groups, for display; [] if none has a reward."""
     samples = [(sample.reward, group, sample) for group in groups for sample in group.samples if sample.reward is not None]
-    scored = sorted(samples, key=lambda entry: -entry[0])
+    scored = sorted(samples, key=lambda entry: (-entry[0], entry[1].group, entry[2].rollout.sample))
     if not scored:
         return []
     prompts = sorted({group.prompt for group in groups})

@@ -30,6 +30,11 @@ def log_line(text: str, *, run: str, worker: str, level: str = "info", time_s: f
     return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))} {level.upper()} {run} {worker}: {visible(text, one_line=True)}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Format a count: `counted(1, "prompt")` is "1 prompt", `counted(1200, "prompt")` is "1,200 prompts"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def print_line(run: str, worker: str, text: str, *, level: str = "info") -> None:
     print(log_line(text, run=run, worker=worker, level=level, as_json=bool(os.environ.get(LOG_JSON))), flush=True)
 

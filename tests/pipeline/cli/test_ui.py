@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ import pyarrow.parquet as pq
 import pytest
 from starlette.datastructures import QueryParams
 
+from penstock.infra.errors import PenstockError
 from penstock.infra.memory.log import MemoryLog
-from penstock.infra.paths import run_directory
+from penstock.infra.paths import run_directory, state_directory
 from penstock.pipeline.archive.sql import as_file, write_csv
+from penstock.pipeline.cli import inspect
 from penstock.pipeline.cli.ui import pages, store
 from penstock.pipeline.cli.ui.server import AsciiJson, Server, stable_token
 from penstock.pipeline.inspect.live.saved_view import ViewWriter
@@ -32,7 +34,9 @@ from penstock.pipeline.inspect.records.runs import LAST_ENTRIES, Note, list_runs
 from penstock.pipeline.inspect.report.provenance import BISECTED, publish
 from penstock.pipeline.inspect.report.summary import summarise
 from penstock.pipeline.inspect.run_view import RunView
-from penstock.pipeline.inspect.web.run_facts import config_rows, provenance, run_facts
+from penstock.pipeline.inspect.web.groups import newest_groups
+from penstock.pipeline.inspect.web.run_facts import cards, config_rows, provenance, run_facts
+from penstock.pipeline.launch.run_lock import UI_ADDRESS
 from penstock.pipeline.runtime.topic_reader import between
 from penstock.topics import ledger
 from tests.support.a_run import RUN, RecordBuilder, as_records
@@ -452,3 +456,25 @@ def test_the_list_of_runs_reads_the_end_of_a_ledger_and_of_an_ended_run_the_save
     read.clear()
     summary = store.Runs(log).summary(RUN)
     assert (summary.status, read) == ("finished", [])
+
+
+def test_the_newest_samples_of_a_page_and_of_the_file_are_the_same_though_rewards_are_equal() -> None:
+    builder = RecordBuilder(steps=1)
+    groups = [group for number in range(3) for group in builder.group([0.5] * 4, version=0)]
+    log = log_with([builder.record("running"), builder.opened(), builder.version(0), *groups])
+    run = store.WatchedRun(log, RUN)
+    read = list(run.read(newest_groups(run.update())).values())
+    assert run.page()["cards"] == cards(read) == cards(read[::-1]) and [card["group"] for card in cards(read)] == [0, 1, 2]
+    run.close()
+
+
+def test_a_second_server_on_the_same_port_says_where_the_first_one_is(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect, "at", lambda *_: nullcontext(MemoryLog()))
+    port = server.server_address[1]
+    with pytest.raises(PenstockError, match=rf"listen on 127.0.0.1:{port}: Address already in use; choose another --port"):
+        inspect.ui(port=port)
+    address = state_directory() / UI_ADDRESS
+    address.write_text(server.address, encoding="utf-8")
+    with pytest.raises(PenstockError, match=rf"listen on 127.0.0.1:{port}: `penstock ui` runs at {server.address}; choose another --port"):
+        inspect.ui(port=port)
+    address.unlink()

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.pipeline.inspect.report.headline import LEAST_POINTS, headline, noise
+from penstock.pipeline.inspect.report.headline import LEAST_POINTS, attention, headline, noise
 from penstock.pipeline.inspect.report.summary import summarise
+from penstock.pipeline.inspect.report.text import as_text
 from penstock.pipeline.inspect.run_view import RunView
+from penstock.pipeline.inspect.web.run_facts import run_facts
 from tests.support.a_run import RUN, RecordBuilder, as_records
 
 RISING = [0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5]
@@ -64,6 +66,21 @@ def test_held_out_accuracy_waste_and_the_bottleneck_are_in_the_headline() -> Non
     slowest = {"who": "scorer", "why": "busy 90%", "advice": "make the reward faster"}
     assert headline(report(RISING, bottleneck=slowest))[1:] == ["Scoring is the bottleneck: make the reward faster."]
     assert headline(report(RISING, reward={"first": None, "last": None}, steps=0)) == ["No optimizer step was made."]
+
+
+def test_what_needs_attention_says_which_setting_may_help_and_is_the_same_on_the_page_and_in_the_text() -> None:
+    builder, view = RecordBuilder(steps=2), RunView(run=RUN)
+    error = {"status": "failed", "error": "no GPU"}
+    for record in as_records([*builder.whole(), builder.measured_by("scorer-0", kind="final", labels=error)]):
+        view.fold(record)
+    assert attention(summarise(view)) == ["scorer-0 failed: no GPU"]
+    for step in view.steps.values():
+        step.metrics.update(truncated_share=0.9, ess=0.1)
+    report = summarise(view)
+    lines = attention(report)
+    assert [piece in line for piece, line in zip(("max_new_tokens", "max_lag", "no GPU"), lines, strict=True)] == [True] * 3
+    page, text = run_facts(view, report, now_s=1.0)["attention"], " ".join(as_text(report).split())
+    assert page[:3] == lines and all(line in text for line in lines)
 
 
 def test_a_straight_line_has_no_noise() -> None:

@@ -75,14 +75,22 @@ def test_the_reason_of_a_bottleneck_the_evaluation_and_the_error_of_a_failed_wor
     builder, records = begun()
     records.append(
         builder.measured_by(
-            "evaluator", "eval", version=5, greedy_accuracy=0.75, sampled_accuracy=0.5, greedy_reward=0.9, sampled_reward=0.875
+            "evaluator",
+            "eval",
+            version=5,
+            greedy_accuracy=0.75,
+            sampled_accuracy=0.5,
+            greedy_reward=0.9,
+            sampled_reward=0.875,
+            n=3.0,
+            n_failed=1.0,
         )
     )
     error = "reward /home/somebody/project/own_reward.py:number broke: ZeroDivisionError: division by zero (own_reward.py line 2)"
     records.append(builder.measured_by("scorer-0", kind="final", labels={"status": "failed", "error": error}))
     text = " ".join(" ".join(line.strip("│ ") for line in shown(view_of(records), width=width).splitlines()).split())
     assert f"scorer-0 failed: {error}" in text
-    assert "greedy 0.900 (75% solved) · sampled 0.875 (50% solved) at version 5" in text
+    assert "greedy 0.900 (75% solved) · sampled 0.875 (50% solved) at version 5, 3 prompts, 1 completion without a reward excluded" in text
 
 
 def test_more_workers_than_lines_are_counted_not_shown() -> None:
@@ -221,6 +229,12 @@ def test_what_a_chat_template_adds_to_every_prompt_is_left_out() -> None:
     assert without_template(prompts[0], prompts[:1]) == prompts[0]
 
 
+def test_no_word_is_cut_where_prompts_begin_to_differ_or_a_line_ends() -> None:
+    prompts = [f"Question: what is {first} plus {second}? Answer with a number." for first, second in ((1, 13), (12, 3), (14, 23))]
+    assert [without_template(prompt, prompts) for prompt in prompts] == ["1 plus 13", "12 plus 3", "14 plus 23"]
+    assert "'…plus 13?'" in Completion("best", 1.0, "What is 12 plus 13?", "x", None).line(40)
+
+
 def test_of_a_long_completion_the_end_is_shown_beside_the_answer() -> None:
     line = Completion("best", 1.0, "x" * 200 + " How many?", "y" * 200 + " So 15", "15").line(80)
     assert line.count("…") == 2 and len(line) <= 80
@@ -242,6 +256,13 @@ def test_a_notebooks_cell_shows_the_same_picture_and_replaces_it() -> None:
     assert "step" in shown_[-1]
     assert shown_[-1].startswith("<pre")
     assert "rollout-0" in shown_[-1]
+
+
+def test_truncated_samples_are_advised_on() -> None:
+    state = view_of(begun()[1])
+    assert "truncated" not in shown(state)
+    state.steps[4].metrics["truncated_share"] = 0.9
+    assert "90 % of the last step's samples are truncated" in shown(state)
 
 
 def test_columns_without_a_number_leave_their_room_to_what_workers_do() -> None:
@@ -330,6 +351,13 @@ def test_no_bottleneck_is_named_before_there_is_anything_to_tell_it_from() -> No
     for step in (2, 3, 4):
         del filling.steps[step]
     assert bottleneck(filling) is None
+
+
+def test_a_resumed_run_shows_no_bottleneck_and_no_rate_of_the_steps_before_it_was_stopped() -> None:
+    state = shares(waits=0.8, generates=0.9)
+    assert bottleneck(state) is not None and "starting" not in shown(state)
+    state.worked.stop(max(step.time_s for step in state.steps.values()) + 0.1)
+    assert bottleneck(state) is None and "starting" in shown(state)
 
 
 def test_a_bottleneck_that_changes_at_every_look_is_shown_as_one_until_another_has_held() -> None:

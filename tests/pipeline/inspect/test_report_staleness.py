@@ -58,4 +58,4 @@ def test_engines_of_all_rollout_workers_are_added_up_and_named_in_the_text() -> 
         "aborted_groups": 2.0,
     }
     text = as_text(summarise(view), full=True)
-    assert "4 times new weights in flight (50 ms each, 80 at most) · batch 70 % full" in " ".join(text.split())
+    assert "4 times new weights in flight (50 ms each, 80 max) · batch 70 % full" in " ".join(text.split())

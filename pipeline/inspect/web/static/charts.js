@@ -62,7 +62,9 @@ function plot(chart, columns, figure, high) {
   const colourOf = (index) => colour(chart.series[index]?.colour ?? `curve${spread ? 0 : index % 8}`);
   const grid = { stroke: colour("line"), width: 1 }, axis = { stroke: colour("dim"), grid, ticks: { ...grid, size: 4 }, font: "11px system-ui", gap: 3 };
   const series = labels.map((label, index) => ({
-    label, stroke: colourOf(index), width: spread && index ? 0.75 : 1.75, spanGaps: true, value: (_, value) => number(value, 4),
+    label, stroke: colourOf(index), width: spread && index ? 0.75 : 1.75, spanGaps: true,
+    // Where a curve has no value, the legend has the one before.
+    value: (made, value, index, at) => number(value ?? made.data[index].slice(0, at ?? 0).filter((earlier) => earlier !== null && earlier !== undefined).pop(), 4),
     points: { show: chart.dots || columns[0].length < 3, size: 6, fill: colourOf(index) }, dash: chart.series[index]?.label === "sampled" ? [4, 3] : undefined,
   }));
   const width = figure.clientWidth || 320;
