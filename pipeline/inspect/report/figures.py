@@ -96,9 +96,9 @@ def held_out(values: Mapping[str, float], how: str) -> str | None:
 
 
 def held_out_prompts(values: Mapping[str, float]) -> str:
-    """Format what an evaluation's scores are about: "64 prompts, 5 completions without a reward excluded"."""
-    excluded = int(values.get("n_failed") or 0)
-    return counted(int(values["n"]), "prompt") + (f", {counted(excluded, 'completion')} without a reward excluded" if excluded else "")
+    """Format what an evaluation's scores are about: "64 prompts, 5 completions without a reward"."""
+    failed = int(values.get("n_failed") or 0)
+    return counted(int(values["n"]), "prompt") + (f", {counted(failed, 'completion')} without a reward" if failed else "")
 
 
 def one_line(text: str, limit: int) -> str:

@@ -90,7 +90,7 @@ def test_the_reason_of_a_bottleneck_the_evaluation_and_the_error_of_a_failed_wor
     records.append(builder.measured_by("scorer-0", kind="final", labels={"status": "failed", "error": error}))
     text = " ".join(" ".join(line.strip("│ ") for line in shown(view_of(records), width=width).splitlines()).split())
     assert f"scorer-0 failed: {error}" in text
-    assert "greedy 0.900 (75% solved) · sampled 0.875 (50% solved) at version 5, 3 prompts, 1 completion without a reward excluded" in text
+    assert "greedy 0.900 (75% solved) · sampled 0.875 (50% solved) at version 5, 3 prompts, 1 completion without a reward" in text
 
 
 def test_more_workers_than_lines_are_counted_not_shown() -> None:
