@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from penstock.pipeline.cli.options import Bootstrap, Json, Run, RunOrFolder, Security, TrustCode, at, emit, notify, on_broker, reading
-from penstock.pipeline.runtime.reporting.log_lines import exact_output
+from penstock.pipeline.runtime.reporting.log_lines import exact_output, print_page, terminal_width
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -229,7 +229,7 @@ def audit(run: RunOrFolder, *, bootstrap: Bootstrap = "embedded", security: Secu
 
     anchors, source = audit_source(run, bootstrap, security)
     findings = report.audit(source, anchors)
-    emit(report.as_table(findings)) if json else print(report.as_text(findings))
+    emit(report.as_table(findings)) if json else print_page(report.as_text(findings))
     if not findings.clean:
         raise typer.Exit(1)
 
@@ -264,7 +264,7 @@ def explain(
 
     with reading(run, bootstrap, security) as (log, run_id):
         history = as_json.explain(log, run_id, group, notify=notify, trust_code=trust_code, partition=partition_of(run_id, group))
-    emit(history) if json else print(text.as_page(history))
+    emit(history) if json else print_page(text.as_page(history, width=terminal_width()))
 
 
 VALUE_WIDTH = 60
@@ -346,8 +346,7 @@ def _print_table(result: "pa.Table") -> None:
     columns = [_cells(result[name].to_pylist()) for name in result.column_names]
     for cells in zip(*columns, strict=True):
         table.add_row(*map(Text, cells))
-    # In a pipe, a table is as wide as its content.
-    Terminal(width=None if sys.stdout.isatty() else 10_000).print(table)
+    Terminal(width=terminal_width()).print(table)
 
 
 def _cells(values: list[Any]) -> list[str]:

@@ -23,6 +23,7 @@ from penstock.pipeline.cli.options import (
     reading,
     refuse_folder,
 )
+from penstock.pipeline.runtime.reporting.log_lines import print_page
 
 if TYPE_CHECKING:
     from penstock.infra.log import Log
@@ -150,7 +151,7 @@ def score(
         if new_run is not None:
             refuse_folder(log, "--write")
         report = score_run(log, run_id, request, notify=notify)
-    emit(report) if json else print(as_page(report))
+    emit(report) if json else print_page(as_page(report))
 
 
 def _factors(weights: str | None) -> list[float]:

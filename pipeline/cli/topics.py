@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.pipeline.cli.options import Bootstrap, Json, Run, RunOrFolder, Security, at, emit, notify, on_broker, reading, refuse_folder
-from penstock.pipeline.runtime.reporting.log_lines import print_json
+from penstock.pipeline.runtime.reporting.log_lines import print_json, print_page
 
 if TYPE_CHECKING:
     from penstock.pipeline.archive.export import Exported
@@ -82,7 +82,7 @@ def show(
         except RecordMissing as error:
             raise ConfigError(str(error)) from error
     view = browse.view(record, run=run_id)
-    emit(view) if json else print(browse.as_page(view))
+    emit(view) if json else print_page(browse.as_page(view))
 
 
 @app.command("export", short_help="Export a run's topics as Parquet.")

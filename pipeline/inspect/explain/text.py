@@ -5,22 +5,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.pipeline.inspect.records.browse import clock, first_of
+from penstock.pipeline.inspect.report.figures import one_line
 from penstock.pipeline.inspect.report.formats import columns, rebased_line
 
 SHOWN_TEXT = 100
-SHOWN_COMPLETION = 60
+SHOWN_COMPLETION, LEAST_COMPLETION = 60, 16
 SHOWN_RECORDS, SHOWN_NUMBERS = 40, 16
 
 Plain = Mapping[str, Any]
 
 
-def as_page(life: Plain) -> str:
-    """Format what `as_json.explain` returns as the lines that `penstock explain` prints."""
+def as_page(life: Plain, *, width: int = 10_000) -> str:
+    """Format what `as_json.explain` returns as the lines that `penstock explain` prints; completions are cut to fit into `width`."""
     zero = life["moments"]["admitted"]
     lines = [f"group {life['group']} of run {life['run']}: {life['status']}", f"  {life['why']}", ""]
     lines += _prompt(life["prompt"], life["group"])
     lines += _section("samples", _samples(life, zero))
-    lines += _section("rewards", _rewards(life))
+    lines += _section("rewards", _rewards(life, width=width))
     lines += _section("outcome", _outcome(life, zero))
     lines += _section("training", _step(life["step"]))
     if version := life["version"]:
@@ -106,7 +107,7 @@ def _versions(spans: Sequence[Plain]) -> str:
     return " ".join(f"{span['version']}[{span['from']}:{span['to']}]" for span in spans)
 
 
-def _rewards(life: Plain) -> list[str]:
+def _rewards(life: Plain, *, width: int) -> list[str]:
     """Return a table with the rewards of each sample and, for a trained group, advantage and gradient weight."""
     rewards = life["rewards"]
     if rewards is None:
@@ -114,10 +115,9 @@ def _rewards(life: Plain) -> list[str]:
     named = list(zip(rewards["names"], rewards["weights"], strict=False))
     short = {name: name.rpartition("/")[2] for name, _ in named}
     trained = life["step"] is not None
-    head = ["sample", "reward", *(f"{short[name]} x {weight:g}" for name, weight in named)]
+    head = ["sample", "reward", *(short[name] if weight == 1 else f"{short[name]} x {weight:g}" for name, weight in named)]
     head += ["advantage", "tokens", "micro-batch", "per token", "weight"] if trained else []
-    head.append("completion")
-    rows = []
+    rows, texts, untrained = [head], ["completion"], []
     for sample in life["samples"]:
         if sample["components"] is None:
             continue
@@ -126,11 +126,15 @@ def _rewards(life: Plain) -> list[str]:
             weights = [_number(sample[name], digits=4) for name in ("token_weight", "weight")]
             row += [_number(sample["advantage"], digits=4), str(sample["trained_tokens"]), _number(sample["micro_batch"]), *weights]
         elif trained:
-            row += ["-", f"0: {sample['trained']}" if life["step"]["denominator"] is not None else "-", "-", "-", "-"]
-        rows.append([*row, json.dumps(_short(sample["completion"], SHOWN_COMPLETION), ensure_ascii=False)])
+            row += ["-", "0" if life["step"]["denominator"] is not None else "-", "-", "-", "-"]
+            untrained += [f"{sample['sample']:>6}  not trained: {sample['trained']}"] if life["step"]["denominator"] is not None else []
+        rows.append(row)
+        texts.append(json.dumps(sample["completion"], ensure_ascii=False))
+    room = max(LEAST_COMPLETION, min(SHOWN_COMPLETION, width - len("    ") - max(map(len, columns(rows)))))
+    table = columns([[*row, one_line(text, room)] for row, text in zip(rows, texts, strict=True)])
     mean = f"mean {_number(rewards['mean'])}, from {_number(rewards['lowest'])} to {_number(rewards['highest'])}"
     explained = ["tokens: those trained; weight: the sample's in the gradient, and per token"] if trained else []
-    return [*columns([head, *rows]), *explained, mean, *_logged(life)]
+    return [*table, *untrained, *explained, mean, *_logged(life)]
 
 
 def _logged(life: Plain) -> list[str]:

@@ -9,7 +9,9 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -33,6 +35,19 @@ def log_line(text: str, *, run: str, worker: str, level: str = "info", time_s: f
 def counted(number: int, noun: str) -> str:
     """Format a count: `counted(1, "prompt")` is "1 prompt", `counted(1200, "prompt")` is "1,200 prompts"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal; in a pipe, enough for any line."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+
+
+def print_page(page: str) -> None:
+    """Print lines of text; on a terminal, a line that is too long is wrapped between words and indented."""
+    width = terminal_width()
+    for line in page.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        print(line if len(line) <= width else textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False))
 
 
 def print_line(run: str, worker: str, text: str, *, level: str = "info") -> None:
