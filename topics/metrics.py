@@ -234,6 +234,8 @@ class Activity(StrEnum):
     """Waits for prompts."""
     NO_CALLS = "no_calls"
     """Waits for turns to generate."""
+    NO_RECORDS = "no_records"
+    """Waits for records to write down."""
     NO_SAMPLES = "no_samples"
     """Waits for samples."""
     NO_WEIGHTS = "no_weights"

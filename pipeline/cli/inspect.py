@@ -116,7 +116,7 @@ def report(
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """Report on a run: reward, evaluation, groups, staleness, time and the next step; --full prints all figures, --html writes a page."""
+    """Report on a run: reward, evaluation, groups, staleness, time, what to try next; --full prints all figures, --html writes a page."""
     from penstock.pipeline.inspect.report.summary import Progress, stored_report
     from penstock.pipeline.inspect.report.text import as_text, render
 

@@ -1,6 +1,7 @@
 """Parts of a run view: groups, steps, workers, tallies and working time."""
 
 import functools
+import itertools
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
@@ -13,7 +14,7 @@ from penstock.topics.metrics import Measurement
 
 PAUSE_S = 60.0
 """If no worker has reported for longer than this, the run is paused. Workers report every second, though not during long computations."""
-SILENCE_S = 5.0
+SILENCE_S = 2.0
 """Reports that are at most this far apart form one span. A stop that is read later can only be in a longer gap."""
 RATE_WINDOW = 30
 """Number of recent statuses of a worker, one per second, from which its rates are computed."""
@@ -187,6 +188,10 @@ class WorkingTime:
         last = self.spans[-1][1] if self.spans else now_s
         more = now_s - last if now_s > last and self._active_between(last, now_s) else 0.0
         return sum(high - low for low, high in self._active_periods()) + more
+
+    def pauses(self) -> list[tuple[float, float]]:
+        """Return (start, end) of each time between two active periods, in which the run was stopped."""
+        return [(before[1], after[0]) for before, after in itertools.pairwise(self._active_periods())]
 
     def _active_periods(self) -> list[tuple[float, float]]:
         """Return (start, end) of each period in which the run was active, in order: the spans, joined across short gaps."""

@@ -53,7 +53,7 @@ ADVICE = {
     "scorer": "raise scorer.workers or scorer.processes, or make the reward faster",
     "rollout": "start more rollout workers or raise rollout.concurrency",
     "feeder": "see the feeder's activity in `penstock status`",
-    "turns": "overlap them: schedule.mode = pipelined with steps_per_version > 1, or a mode with max_lag > 0",
+    "turns": "overlap them with schedule.mode = pipelined and steps_per_version > 1, or a mode with max_lag > 0",
 }
 """Bottleneck -> what to change; `penstock plan --from-run` estimates the effect of another split."""
 OVERLAPPING = "raise rollout.slots, schedule.prompts_per_step or schedule.max_lag"

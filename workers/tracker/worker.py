@@ -361,7 +361,7 @@ class Tracker:
         if self._closed_at is not None:
             return Activity.DONE, "waiting for the workers to end"
         waiting = self.uploader.queued if self.uploader else 0
-        return Activity.BUSY, f"{waiting} metric points wait for MLflow" if waiting > 1000 else "following the run"
+        return (Activity.BUSY, f"{waiting} metric points wait for MLflow") if waiting > 1000 else (Activity.NO_RECORDS, "following the run")
 
     def _over(self) -> bool:
         """True if the run is closed and every other worker has exited or has been silent for long."""

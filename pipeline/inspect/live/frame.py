@@ -12,7 +12,7 @@ from penstock.pipeline.inspect.live.completions import Completion
 from penstock.pipeline.inspect.report import figures
 from penstock.pipeline.inspect.report.figures import episodes, evaluations, held_out, held_out_prompts, ordered, step_sizes
 from penstock.pipeline.inspect.report.formats import CURVE_WIDTH, duration, sparkline
-from penstock.pipeline.inspect.report.headline import RECENT_GROUPS, attention, learned, missing_rewards, wastes
+from penstock.pipeline.inspect.report.headline import RECENT_GROUPS, attention, learned, missing_rewards, named, wastes
 from penstock.pipeline.inspect.report.summary import reward_ends
 from penstock.pipeline.inspect.report.text import STATUS_STYLES
 from penstock.pipeline.inspect.run_status import (
@@ -29,7 +29,7 @@ from penstock.pipeline.inspect.run_status import (
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import StepFacts, WorkerView
 from penstock.pipeline.inspect.stall import SILENT_S
-from penstock.pipeline.inspect.status import RECENT_STEPS, Bottleneck, SteadyBottleneck, bottleneck, elapsed_s, recent_steps, to_go_s
+from penstock.pipeline.inspect.status import RECENT_STEPS, SteadyBottleneck, bottleneck, elapsed_s, recent_steps, to_go_s
 from penstock.pipeline.runtime.reporting.log_lines import counted
 from penstock.pipeline.runtime.roles import ROLES, generating_roles
 from penstock.topics.metrics import Activity, activity_of
@@ -68,7 +68,7 @@ def frame(
     parts: list[RenderableType] = [Text(f"{status}: {ended}")] if ended else []
     parts += [_learning(view, width=width - BORDER), _progress(view, now_s=now_s, over=status not in ("created", "running"))]
     if slowest is not None:
-        parts.append(Text.assemble((named(slowest), "bold"), (f" ({slowest.why})", "dim")))
+        parts.append(Text.assemble((named(slowest.who), "bold"), (f" ({slowest.why})", "dim")))
     parts += _held_out(view)
     parts.append(_health(view, outage_s=outage_s))
     errors, steps = figures.failures(view)[:FAILURES], [view.steps[step] for step in sorted(view.steps)]
@@ -122,7 +122,7 @@ def _news(view: RunView, *, now_s: float) -> list[str]:
         return [computing]
     if causes := wastes(view, last=RECENT_GROUPS):
         return [", ".join(f"{waste.share:.0%} of the groups {waste.status}" for waste in causes)]
-    return [named(slowest)] if (slowest := bottleneck(view)) is not None else []
+    return [named(slowest.who)] if (slowest := bottleneck(view)) is not None else []
 
 
 def waiting_for(view: RunView, *, now_s: float) -> str:
@@ -293,11 +293,6 @@ def _step_rates(view: RunView) -> tuple[float | None, float | None, float | None
         return None, None, None
     groups, samples, tokens = (sum(step.metrics.get(name, 0.0) for step in recent[1:]) / span for name in ("groups", "samples", "tokens"))
     return groups, samples, tokens
-
-
-def named(slowest: Bottleneck) -> str:
-    """Return a sentence that names the bottleneck, without its reason."""
-    return "rollout and trainer take turns" if slowest.who == "turns" else f"{slowest.who} is the bottleneck"
 
 
 def _last(view: RunView) -> StepFacts | None:

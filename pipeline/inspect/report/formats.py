@@ -38,14 +38,17 @@ def percent(share: float) -> str:
 
 
 def sparkline(values: Sequence[float | None], *, width: int = CURVE_WIDTH) -> str:
-    """Format a curve in at most `width` characters: `sparkline([0.0, 0.5, 1.0])` is "▁▅█"."""
+    """Format a curve in at most `width` characters: `sparkline([0.0, 0.5, 1.0])` is "▁▅█".
+
+    Several values share a character, and the bars are scaled by single values, so that noise is low beside a trend.
+    """
     points = [value for value in values if value is not None]
     if not points:
         return ""
     count = min(width, len(points))
     bounds = [index * len(points) // count for index in range(count + 1)]
     means = [statistics.fmean(points[low:high]) for low, high in itertools.pairwise(bounds)]
-    low, high = min(means), max(means)
+    low, high = min(points), max(points)
     return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1))] if high > low else BARS[0] for value in means)
 
 

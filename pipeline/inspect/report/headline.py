@@ -97,13 +97,6 @@ NOISE = 2.5
 """Number of standard errors that a change of the reward must exceed to be reported. Noise alone exceeds it in less than 5 % of runs."""
 LEAST_POINTS = 8
 LEAST_CHANGE = 0.01
-STAGES = {
-    "trainer": "training is the bottleneck",
-    "scorer": "scoring is the bottleneck",
-    "rollout": "generation is the bottleneck",
-    "feeder": "the feeder is the bottleneck",
-    "turns": "the stages alternate",
-}
 
 
 def headline(report: Mapping[str, Any]) -> list[str]:
@@ -155,7 +148,12 @@ def next_steps(report: Mapping[str, Any]) -> list[str]:
     if wastes := report.get("waste", ())[:2]:
         return [f"{waste['why']}: {waste['advice']}" for waste in wastes]
     bottleneck = report.get("bottleneck")
-    return [f"{STAGES[bottleneck['who']]}: {bottleneck['advice']}"] if bottleneck and report["steps"] else []
+    return [f"{named(bottleneck['who'])}: {bottleneck['advice']}"] if bottleneck and report["steps"] else []
+
+
+def named(bottleneck: str) -> str:
+    """Return a sentence that names a bottleneck, which is a role or "turns", without its reason."""
+    return "rollout and trainer take turns" if bottleneck == "turns" else f"{bottleneck} is the bottleneck"
 
 
 def missing_rewards(view: RunView) -> list[str]:

@@ -167,8 +167,7 @@ def _dead_letters(report: Report) -> list[str]:
 
 
 def _restarts(report: Report) -> list[str]:
-    restarts, resumed = [f"{role} {count}" for role, count in report["restarts"].items()], report.get("resumed")
-    return joined([*restarts, *([f"the whole run was resumed {counted(resumed, 'time')}"] if resumed else [])])
+    return joined([f"{role} {count}" for role, count in report["restarts"].items()])
 
 
 def _deleted(report: Report) -> list[str]:
@@ -203,12 +202,13 @@ SHORT = (
     Row("time", _time),
     Row("attention", attention, "yellow"),
     Row("dead letters", _dead_letters, "yellow"),
+    Row("resumed", lambda report: [counted(report["resumed"], "time")] if report.get("resumed") else []),
     Row("restarts", _restarts, "yellow"),
     Row("deleted", _deleted, "yellow"),
     Row("changed", _changed, "yellow"),
     Row("rebased", lambda report: map(rebased_line, report["rebased"]), "yellow"),
     Row("empty", _empty, "yellow"),
-    Row("next step", _next_steps),
+    Row("try next", _next_steps),
 )
 
 

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from penstock.infra.errors import PenstockError, RunNotFound
 from penstock.infra.log import Log
 from penstock.pipeline.inspect.report.summary import gone_from, summarise
-from penstock.pipeline.inspect.run_status import config_of
+from penstock.pipeline.inspect.run_status import config_of, has_ended
 from penstock.pipeline.inspect.run_view import read_view
 from penstock.pipeline.inspect.tables.run_tables import Advantages
 from penstock.pipeline.inspect.tables.token_texts import TokenTexts
@@ -116,7 +116,7 @@ def read(
     """Read the newest groups of a run within the limits, and what else its page shows. Raises `RunNotFound`, `LogError`."""
     reader, history = RunReader(log, run, alive=alive), RunHistory()
     view = read_view(reader, also=history.apply)
-    history.finish()
+    history.finish(live=not has_ended(view))
     if view.record is None and view.opened is None:
         raise RunNotFound(run)
     selection = choose(view, samples=limits.samples, tokens=limits.tokens, text_tokens=limits.text_tokens)

@@ -59,6 +59,7 @@ def index(groups: GroupPages, history: RunHistory) -> tuple[dict[str, Any], dict
         "live": not has_ended(view),
         "zero_ms": clock.zero_ns // 1_000_000,
         "tick_ms": clock.tick_ms,
+        "pauses": [clock.ticks([round(moment_s * 1e9) for moment_s in pause]).tolist() for pause in view.worked.pauses()],
         "statuses": (*STATUSES, OPEN),
         "finishes": FINISHES,
         "kinds": KINDS,

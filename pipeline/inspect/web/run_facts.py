@@ -11,10 +11,10 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline.config.load import from_json
 from penstock.pipeline.data.references import reference_text
 from penstock.pipeline.inspect.live.completions import without_template
-from penstock.pipeline.inspect.live.frame import doing, named
+from penstock.pipeline.inspect.live.frame import doing
 from penstock.pipeline.inspect.report.figures import by_role, held_out_prompts, ordered, shares
 from penstock.pipeline.inspect.report.formats import duration, use_text
-from penstock.pipeline.inspect.report.headline import LOW_ESS, TRUNCATED, headline
+from penstock.pipeline.inspect.report.headline import LOW_ESS, TRUNCATED, headline, named
 from penstock.pipeline.inspect.report.provenance import BISECTED, card_directory, read_statement
 from penstock.pipeline.inspect.report.text import problems
 from penstock.pipeline.inspect.run_status import (
@@ -55,7 +55,7 @@ def run_facts(view: RunView, report: Mapping[str, Any], *, now_s: float, slowest
         "reason": report["reason"] if status_of(view) in ("stopped", "failed") else None,
         "live": not ended,
         "verdict": headline(report),
-        "bottleneck": slowest and {"text": named(slowest), "why": slowest.why, "advice": slowest.advice},
+        "bottleneck": slowest and {"text": named(slowest.who), "why": slowest.why, "advice": slowest.advice},
         "step": view.steps_done,
         "planned": planned,
         "done": view.steps_done / planned if planned else None,

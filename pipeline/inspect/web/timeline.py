@@ -71,8 +71,12 @@ class RunHistory:
             case Headers(group=int(group)) if record.topic.endswith(".rollouts"):
                 self.written_ns[group] = max(self.written_ns.get(group, 0), record.timestamp_ms * 1_000_000)
 
-    def finish(self) -> None:
-        """End the activities in progress: no more records follow."""
+    def finish(self, *, live: bool) -> None:
+        """End the activities in progress: no more records follow. Workers of a live run that load or compute do so until now."""
+        newest_ns = max((status.time_ns for status, _, _ in self._last.values()), default=0)
+        for status, activity, _ in [*self._last.values()] if live else ():
+            if status.kind != "final" and not activity.reports:
+                self._status(replace(status, time_ns=newest_ns))
         self.activities += self._open.values()
         self._open.clear()
 

@@ -64,7 +64,7 @@ def test_held_out_accuracy_waste_and_the_bottleneck_are_in_the_headline() -> Non
     waste = [{"status": "filtered", "share": 0.9, "why": "90% of the groups are filtered", "advice": "use easier prompts"}]
     assert headline(report(RISING, waste=waste))[1:] == ["90% of the groups are filtered: use easier prompts."]
     slowest = {"who": "scorer", "why": "busy 90%", "advice": "make the reward faster"}
-    assert headline(report(RISING, bottleneck=slowest))[1:] == ["Scoring is the bottleneck: make the reward faster."]
+    assert headline(report(RISING, bottleneck=slowest))[1:] == ["Scorer is the bottleneck: make the reward faster."]
     assert headline(report(RISING, reward={"first": None, "last": None}, steps=0)) == ["No optimizer step was made."]
 
 

@@ -1,6 +1,6 @@
 // Timeline: one lane per worker on a canvas. Only visible items are painted, without the items hidden behind them.
 
-const LABELS = 112, AXIS = 22, PAD = 8, STRIP = 5, MAX_ROWS = 16, PAUSE_MS = 10000;
+const LABELS = 112, AXIS = 22, PAD = 8, STRIP = 5, MAX_ROWS = 16;
 const timeline = { lanes: [], from: 0, to: 1, least: 0, most: 1, chosen: -1, cursor: null, height: 0 };
 
 // Lanes of items {start, end, kind, row, sample, group, at} from the columns; times are ticks.
@@ -40,18 +40,6 @@ function buildTimeline() {
   layOut();
   Object.assign(timeline, working());
   timeline.home = [timeline.from, timeline.to];
-  timeline.pauses = pauses();
-}
-
-// [start, end] of each stretch in which no worker reports: the run is stopped.
-function pauses() {
-  const stretches = [];
-  let end = data.a_start[0];
-  for (let a = 0; a < data.a_start.length; a++) { // in the order of their starts
-    if (ms(data.a_start[a] - end) > PAUSE_MS) stretches.push([end, data.a_start[a]]);
-    end = Math.max(end, data.a_end[a]);
-  }
-  return stretches;
 }
 
 // From the first sample to the last step, without loading or a pause before it.
@@ -135,11 +123,12 @@ function paintNow() {
   pen.rect(LABELS, 0, width - LABELS, timeline.height);
   pen.clip();
   paintItems(pen, width, scale);
-  for (const [start, end] of timeline.pauses) {
+  for (const [start, end] of data.pauses) {
     const x = toX(start, width), long = toX(end, width) - x, text = `stopped ${clock(ms(end - start))}`;
     pen.fillStyle = colour("panel");
     pen.fillRect(x, AXIS, long, timeline.height);
     pen.fillStyle = colour("dim");
+    pen.fillRect(x, AXIS, 1, timeline.height);
     pen.textAlign = "center";
     if (long > pen.measureText(text).width) pen.fillText(text, x + long / 2, AXIS + 8);
   }
@@ -271,5 +260,6 @@ function buildLegend() {
   const present = data.kinds.filter((kind, index) => used.has(index) || (index === 0 && data.s_start.length) || (index === 1 && data.g_scorer.some((scorer) => scorer !== NOTHING)));
   const words = { rollout: "rollout (fainter under odd versions)", load: "load weights", start: "start up" };
   const strip = timeline.lanes.some((lane) => lane.strip.length) ? [el("li", {}, "thin lines: statuses of a worker")] : [];
+  if (data.pauses.length) strip.push(el("li", {}, "vertical line: the run was stopped"));
   $("legend").replaceChildren(...present.map((kind) => el("li", {}, swatch(`var(--${kind})`), words[kind] ?? kind)), ...strip);
 }
