@@ -1,1 +1,1 @@
-"""Former path of `pipeline/data/tokenization.py`, for scripts outside this repository that import it."""
+"""Alias of `pipeline/data/tokenization.py`, for scripts that import it by its earlier name."""

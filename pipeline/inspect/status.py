@@ -61,7 +61,7 @@ OVERLAPPING = "raise rollout.slots, schedule.prompts_per_step or schedule.max_la
 
 
 def recent_steps(view: RunView) -> list[StepFacts]:
-    """Return the steps since the run, or one of its workers, was last started; earlier ones say nothing about the present speed."""
+    """Return the steps since the run, or one of its workers, was last started, which show the present speed."""
     since = max(view.worked.stops, default=0.0)
     return [view.steps[number] for number in sorted(view.steps) if view.steps[number].time_s > since]
 

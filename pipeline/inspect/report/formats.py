@@ -40,7 +40,7 @@ def percent(share: float) -> str:
 def sparkline(values: Sequence[float | None], *, width: int = CURVE_WIDTH) -> str:
     """Format a curve in at most `width` characters: `sparkline([0.0, 0.5, 1.0])` is "▁▅█".
 
-    Several values share a character, and the bars are scaled by single values, so that noise is low beside a trend.
+    Several values share a character, and the bars are scaled by single values, so that noise is low compared with a trend.
     """
     points = [value for value in values if value is not None]
     if not points:
