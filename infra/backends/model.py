@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib.util
+import io
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -251,9 +252,10 @@ def _packaged_weights() -> Path:
 def _convert(weights: Path, directory: Path) -> None:
     """Write the quantised model in `weights` as bfloat16 in Hugging Face format, with its tokenizer."""
     transformers.utils.logging.disable_progress_bar()
-    quantised = transformers.AutoModelForCausalLM.from_pretrained(
-        weights.parent, gguf_file=weights.name, dtype=torch.float32, trust_remote_code=False
-    )
+    with contextlib.redirect_stderr(io.StringIO()):  # the bar of the conversion has no switch
+        quantised = transformers.AutoModelForCausalLM.from_pretrained(
+            weights.parent, gguf_file=weights.name, dtype=torch.float32, trust_remote_code=False
+        )
     tokenizer = transformers.AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name, trust_remote_code=False)
     config = quantised.config
     del config.quantization_config  # else every reader looks for the quantised file

