@@ -102,9 +102,9 @@ def held_out_prompts(values: Mapping[str, float]) -> str:
 
 
 def one_line(text: str, limit: int) -> str:
-    """Format a text in one line; a long one is shortened in the middle: `one_line("abcdefghij", 6)` is "ab … ij"."""
+    """Format a text in one line; a long one is shortened in the middle: `one_line("abcdefghij", 7)` is "ab … ij"."""
     line = " ".join(text.split())
-    half = (limit - 1) // 2
+    half = (limit - len(" … ")) // 2
     return line if len(line) <= limit else f"{line[:half]} … {line[-half:]}"
 
 

@@ -40,6 +40,7 @@ def render(report: Report, *, directory: Path | None = None, full: bool = False)
     status, wall_s = str(report["status"]), report["time"]["wall_s"]
     ended = status in ("finished", "failed")
     lasted = "" if wall_s is None else f" {'in' if ended else 'after'} {duration(wall_s)}"
+    lasted += f", resumed {counted(report['resumed'], 'time')}" if report.get("resumed") else ""
     style = STATUS_STYLES.get(status, "")
     title = Text.assemble(f"Run {report['run']} ", "" if ended else "is ", (status, style), f"{lasted}. ", (learned(report), "bold"))
     parts: list[RenderableType] = [title]
@@ -202,7 +203,6 @@ SHORT = (
     Row("time", _time),
     Row("attention", attention, "yellow"),
     Row("dead letters", _dead_letters, "yellow"),
-    Row("resumed", lambda report: [counted(report["resumed"], "time")] if report.get("resumed") else []),
     Row("restarts", _restarts, "yellow"),
     Row("deleted", _deleted, "yellow"),
     Row("changed", _changed, "yellow"),
