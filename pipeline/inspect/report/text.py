@@ -167,10 +167,6 @@ def _dead_letters(report: Report) -> list[str]:
     return [f"{letters['total']} ({kinds})"] if letters["total"] else []
 
 
-def _restarts(report: Report) -> list[str]:
-    return joined([f"{role} {count}" for role, count in report["restarts"].items()])
-
-
 def _deleted(report: Report) -> list[str]:
     gone = report.get("gone")
     return ["figures do not include deleted records; groups shown as open or unused may have ended", *some_of(gone)] if gone else []
@@ -203,7 +199,7 @@ SHORT = (
     Row("time", _time),
     Row("attention", attention, "yellow"),
     Row("dead letters", _dead_letters, "yellow"),
-    Row("restarts", _restarts, "yellow"),
+    Row("restarts", lambda report: joined([f"{role} {count}" for role, count in report["restarts"].items()]), "yellow"),
     Row("deleted", _deleted, "yellow"),
     Row("changed", _changed, "yellow"),
     Row("rebased", lambda report: map(rebased_line, report["rebased"]), "yellow"),

@@ -404,7 +404,7 @@ def as_text(comparison: WhatIf) -> str:
         "more workers count as more machines, each as fast as one of this run",
         "",
     ]
-    columns = ("mode", "rollout workers", "wall s", "speed-up", "trainer waits", "engines busy", "lag mean", "lag max")
+    columns = ("mode", "rollout workers", "wall s", "speed-up", "trainer waits", "engines busy", "lag", "max lag")
     rows = [
         (
             variant.mode,

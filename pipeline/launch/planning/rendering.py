@@ -73,19 +73,7 @@ def plan_as_text(plan: Plan) -> str:
         *reasons(plan),
         "",
     ]
-    columns = (
-        "mode",
-        "rollout",
-        "training",
-        "U",
-        "tokens/s",
-        "speed-up",
-        "trainer waits",
-        "engines busy",
-        "lag mean",
-        "lag max",
-        "dropped",
-    )
+    columns = ("mode", "rollout", "training", "U", "tokens/s", "speed-up", "trainer waits", "engines busy", "lag", "max lag", "dropped")
     rows = [_row(candidate, base=plan.synchronous) for candidate in plan.by_mode]
     rows.append(("in turns", *_row(plan.alternating, base=plan.synchronous)[1:]))
     sizes = [_row(candidate, base=plan.synchronous) for candidate in plan.by_step_size] if len(plan.by_step_size) > 1 else []
