@@ -38,7 +38,7 @@ BROWSER = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--n
 BROWSER += ["--disable-component-update", "--disable-sync"]
 MEASURED = {
     "timeline_ms": """(async () => { location.hash = "#/timeline"; await showTimeline(new URLSearchParams()); const t = performance.now();
-      for (let i = 0; i < 10; i++) draw(); return (performance.now() - t) / 10; })()""",
+      for (let i = 0; i < 10; i++) paintNow(); return (performance.now() - t) / 10; })()""",
     "group_ms": """(async () => { await loadIndex(); const t = performance.now(); await showGroup($("group"), data.g_number[0]);
       return performance.now() - t; })()""",
 }
