@@ -210,7 +210,7 @@ SHORT = (
 
 def problems(report: Report) -> list[str]:
     """Return the lines of the rows about problems, as the page lists them."""
-    return [line if row.lines is attention else f"{row.label}: {line}" for row in SHORT if row.style for line in row.lines(report)]
+    return [str(line) if row.lines is attention else f"{row.label}: {line}" for row in SHORT if row.style for line in row.lines(report)]
 
 
 def _examples(report: Report) -> list[str]:
