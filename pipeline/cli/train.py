@@ -168,7 +168,7 @@ def create(
         else:
             if topics == "existing" and run_id:
                 require_topics(settings, usable(run_id), log, notify=notify)
-            checked = preflight.check(settings, tell=lambda _name, _text: None, samples=False, here=False, notify=notify)
+            checked = preflight.check(settings, tell=preflight.important(notify), samples=False, here=False, notify=notify)
             record = register(settings, log=log, run_id=run_id, checked=checked.info, notify=notify)
     if json:
         emit({"run": record.run, "status": record.status, "bootstrap": log.bootstrap})

@@ -26,6 +26,7 @@ from penstock.pipeline.config.security import refuse_secrets
 from penstock.pipeline.config.validate import first_mistake
 from penstock.topics.wire.secrets import without_passwords
 
+SHOWN_MISTAKES = 5
 SMALL = 10_000_000
 """Models with fewer parameters are trained with one thread: a second one would wait longer than it computes."""
 SECTIONS: Mapping[str, type[Section]] = {"rollout": RolloutSection, "trainer": TrainerSection, "eval": EvalSection}
@@ -239,8 +240,16 @@ def to_json(config: Config) -> str:
 
 
 def _one_line(error: ValidationError) -> str:
-    """The first validation error as one line with key, value and a suggestion."""
-    first = error.errors(include_url=False)[0]
+    """The validation errors as one line, the first of each key with its value and a suggestion."""
+    first: dict[tuple[int | str, ...], str] = {}
+    for mistake in error.errors(include_url=False):
+        first.setdefault(mistake["loc"][:2], _mistake(mistake))
+    more = f" | and {len(first) - SHOWN_MISTAKES} more" if len(first) > SHOWN_MISTAKES else ""
+    return " | ".join(list(first.values())[:SHOWN_MISTAKES]) + more
+
+
+def _mistake(first: Mapping[str, Any]) -> str:
+    """One validation error with key, value and a suggestion."""
     location = [str(part) for part in first["loc"] if not str(part).startswith(("tuple[", "list["))]
     key, value, kind = ".".join(location), first.get("input"), first["type"]
     if kind == "extra_forbidden":

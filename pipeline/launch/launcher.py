@@ -23,7 +23,7 @@ from penstock.pipeline.inspect.report.summary import REPORTS, Progress, collect,
 from penstock.pipeline.inspect.run_status import closing, steps_planned
 from penstock.pipeline.launch.broker_keeper import BrokerKeeper, connect
 from penstock.pipeline.launch.check.changes import with_changes
-from penstock.pipeline.launch.check.preflight import check
+from penstock.pipeline.launch.check.preflight import check, important
 from penstock.pipeline.launch.check.sizes import threads
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.placement import place
@@ -55,7 +55,7 @@ Notify = Callable[[str], None]
 def launch(config: Config, *, notify: Notify, live: bool, json_out: bool, run_id: str | None = None) -> int:
     """Create a run and supervise it to its end; returns the exit status."""
     state_directory()  # fails now if nothing can be written
-    checked = check(config, tell=lambda _name, _text: None, samples=False, notify=notify)
+    checked = check(config, tell=important(notify), samples=False, notify=notify)
     log = connect(config.kafka.bootstrap, config.kafka.security, notify=notify)
     record = create(config, log=log, run_id=run_id, checked=checked.info, notify=notify)
     return attend(log, record, config, notify=notify, live=live, json_out=json_out)

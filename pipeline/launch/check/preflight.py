@@ -49,6 +49,8 @@ COPIES = 2
 """Completions of a call: a reward that returns one number for any number of completions would pass with one."""
 PROMPTS, SAMPLES = 8, 8
 """Largest numbers of prompts and of samples of each: a step's groups, so far as these reach."""
+FAILING_ROWS = 2
+"""A reward that has failed for so many first rows, and fails for the next, fails for all."""
 TRY_S = 10.0
 """A slow reward is not tried on more rows than necessary after this time."""
 GENERATE_LIMIT_S = 1_800.0
@@ -104,6 +106,11 @@ def check(config: Config, *, tell: Tell, samples: bool, here: bool = True, notif
     if problem := equal_and_low(sampled, scale_of(config, [*sampled, *earned])):
         note("warning", problem)
     return Checked(lines, info, generated)
+
+
+def important(notify: Callable[[str], None]) -> Tell:
+    """Return a `tell` that passes only warnings and the use of the disk to `notify`, before a run starts."""
+    return lambda name, text: notify(f"{name}: {text}") if name in ("warning", "disk") else None
 
 
 def check_devices(config: Config) -> None:
@@ -250,7 +257,8 @@ def score(
 ) -> list[rewards.Score]:
     """Score completions of each row as the run's scorer does. With `at_least`, rows after that many are left out once `TRY_S` are over.
 
-    Raises `PenstockError` if a reward fails, except for an empty completion, and with `reward.on_error = "drop"` only for the first row.
+    Raises `PenstockError` if a reward fails, except for an empty completion, and with `reward.on_error = "drop"` only if it fails for all
+    of the first rows.
     """  # fmt: skip
     reward, renderer, scores = config.reward, Renderer.of(config), list[rewards.Score]()
     steps, started = config.run.steps or 1, time.monotonic()
@@ -261,12 +269,13 @@ def score(
         for row, texts, ids, played in zip(rows, completions, token_ids, episodes, strict=True):
             if at_least is not None and len(scores) >= at_least and time.monotonic() - started > TRY_S:
                 break
+            failing = len(scores) == FAILING_ROWS and all(0 in score.broken for score in scores)
             copies = COPIES if len(texts) == 1 else 1
             payload = reward_child.payload(
                 list(texts) * copies, prompt=renderer.render(row)[0], columns=row.columns, completion_ids=list(ids) * copies,
                 messages=row.messages if played is None else renderer.messages(row), episodes=played and list(played) * copies,
             )  # fmt: skip
-            what, strict = f"the reward of {row.origin}", reward.on_error == "stop" or not scores
+            what, strict = f"the reward of {row.origin}", reward.on_error == "stop" or failing
             try:
                 scored = rewards.Score.of(_result(pool, payload, what=what))
             except PenstockError as error:

@@ -32,6 +32,7 @@ HELD_OUT = 64
 HEADROOM = 1.25
 """Room above the longest prompt that was measured."""
 USUAL_CPU, USUAL_SMALL = 256, 32
+STEPS, LEAST_STEPS, MOST_PASSES = 100, 20, 10
 """Tokens of a completion on a CPU, and of a model that is too small to reason."""
 UNKNOWN = 10**9
 """Parameters that a model is taken to have where its weights are not there to be counted."""
@@ -82,6 +83,19 @@ class Inputs:
         """What the token limit for completions is for, as a comment in the file."""
         longest = self.longest_reference
         return f"references have up to {longest} tokens, the rest is room to reason" if longest else "time grows with it"
+
+    @property
+    def prompts_per_step(self) -> int:
+        return 32 if self.gpus else 4
+
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps: fewer for data that would be passed through more than `MOST_PASSES` times."""
+        return min(STEPS, max(LEAST_STEPS, MOST_PASSES * (self.rows - self.held_out) // self.prompts_per_step))
+
+    @property
+    def passes(self) -> float:
+        return self.steps * self.prompts_per_step / max(1, self.rows - self.held_out)
 
     @property
     def small(self) -> bool:
@@ -240,7 +254,7 @@ def _inputs(model: str, data: str, functions: Sequence[str], inputs: Inputs) -> 
             "# `penstock check` validates it and generates the samples of a step; `penstock run` starts it.",
             "[run]",
             _line("name", name, "first part of the run's id"),
-            _line("steps", 100, "optimizer steps; or epochs = passes through the data"),
+            _line("steps", inputs.steps, f"optimizer steps, {inputs.passes:.3g} passes through the data; or set epochs"),
             _line("seed", 0),
             "",
             "[model]",
@@ -269,7 +283,7 @@ def _schedule(inputs: Inputs, *, vllm: bool) -> list[str]:
     return [
         "[schedule]",
         _line("mode", mode, f"{why}; docs/explanation/schedules.md"),
-        _line("prompts_per_step", 32 if inputs.gpus else 4, "groups in an optimizer step"),
+        _line("prompts_per_step", inputs.prompts_per_step, "groups in an optimizer step"),
         _line("samples_per_prompt", 8, "completions in a group; use more if rewards are rare"),
         "",
         "[sampling]",

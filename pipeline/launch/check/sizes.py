@@ -24,23 +24,22 @@ from penstock.topics.catalogue import DELETED_SEGMENT_BYTES
 def arithmetic(config: Config, *, rows: int) -> list[tuple[str, str]]:
     """Numbers that follow from the configuration, as (name, value) for the user."""
     rules, steps = config.rules, config.steps(rows)
-    groups = steps * rules.prompts_per_step
-    samples = groups * rules.samples_per_prompt
-    a_step, lag_steps = rules.prompts_per_step * rules.samples_per_prompt, rules.max_lag * rules.steps_per_version
+    groups, a_step = steps * rules.prompts_per_step, rules.prompts_per_step * rules.samples_per_prompt
+    versions = versions_of(steps, steps_per_version=rules.steps_per_version)
+    ahead = rules.round_groups * (1 + rules.max_lag)
+    workers = [f"{count} {role.name}" for role in ROLES.values() if (count := role.workers(config))]
     clip = f"-{config.clip_low}/+{config.clip_high}" + (f", dual {config.clip_dual:g}" if config.clip_dual else "")
     return [
-        ("schedule", f"{rules.mode}, order {rules.order}, max_lag {rules.max_lag} version(s) = {lag_steps} step(s)"),
-        ("one step", f"{rules.prompts_per_step} groups x {rules.samples_per_prompt} samples = {a_step} samples"),
-        ("one round", f"{rules.steps_per_version} step(s) = {rules.round_groups} groups between two published weights"),
-        ("the run", f"{steps} steps, {versions_of(steps, steps_per_version=rules.steps_per_version)} versions after the initial one"),
-        ("trained", f"{groups:,} groups, {samples:,} samples, at most {samples * config.sampling.max_new_tokens:,} tokens"),
-        ("data", f"{rows:,} rows, {groups / rows:.2f} epochs without replacements for dropped groups"),
-        ("ahead", f"at most {rules.round_groups * (1 + rules.max_lag)} groups are admitted ahead of the newest weights"),
-        ("kafka", f"{config.partitions} partitions, broker {config.kafka.bootstrap}"),
-        ("workers", ", ".join(f"{count} {role.name}" for role in ROLES.values() if (count := role.workers(config)))),
-        ("threads", threads(config)),
-        ("engine", f"{config.rollout.engine}; trainer {config.trainer.backend}"),
-        ("gpus", _gpus(config)),
+        ("data", f"{rows:,} rows; the run uses each {groups / rows:.2f} times, more if groups are dropped"),
+        ("one step", f"{rules.prompts_per_step} prompts x {rules.samples_per_prompt} samples = {a_step} samples"),
+        ("the run", f"{steps:,} steps, {steps * a_step:,} samples, at most {steps * a_step * config.sampling.max_new_tokens:,} tokens"),
+        (
+            "schedule",
+            f"{rules.mode}: {versions:,} versions of the weights; samples may be {rules.max_lag} version(s) old, "
+            f"and at most {ahead} groups are generated ahead",
+        ),
+        ("workers", f"{', '.join(workers)}; {config.partitions} partitions, broker {config.kafka.bootstrap}"),
+        ("devices", f"{config.rollout.engine} engine, {config.trainer.backend} trainer; {_gpus(config)}; threads: {threads(config)}"),
         (
             "loss",
             f"{config.algorithm.loss}: advantage {config.advantage}, {config.aggregate}, clip {clip}, "
@@ -181,9 +180,9 @@ def check_disk(config: Config, info: Mapping[str, Any], note: Callable[[str, str
     soon = f"; full after step {earliest} if every delta were whole" if earliest is not None and full is None else ""
     note(
         "disk",
-        f"about {size(likely.weights(steps))} of weights (at most {size(most.weights(steps))}), {size(likely.samples)} of samples a step"
-        f"{keeps}, {size(likely.checkpoints(steps))} of checkpoints, {size(likely.exported)} of the exported model; {size(free)} are free"
-        f"{soon}",
+        f"about {size(likely.here(steps))} of {size(free)} that are free: "
+        f"{size(likely.weights(steps))} of weights (at most {size(most.weights(steps))}), {size(likely.samples)} of samples a step"
+        f"{keeps}, {size(likely.checkpoints(steps))} of checkpoints, {size(likely.exported)} of the exported model{soon}",
     )
     if full is not None:
         chain = of_model(config=with_values(config, "weights", keep="chain"), share=share)

@@ -304,7 +304,7 @@ def test_a_dry_run_prints_the_arithmetic_and_starts_nothing(
     file = config(tmp_path, model=f'path = "{light_model(tmp_path / "model")}"', data='source = "tiny:successor"\nsize = 20')
     arguments = ["run", file, "--dry-run", "--set", "schedule.prompts_per_step=4", "--set", "schedule.samples_per_prompt=6"]
     assert cli.main(arguments) == OK
-    assert "4 groups x 6 samples = 24 samples" in capsys.readouterr().out
+    assert "4 prompts x 6 samples = 24 samples" in capsys.readouterr().out
     assert cli.main([*arguments, "--json"]) == OK
     assert "24 samples" in json.loads(capsys.readouterr().out)["one step"]
     assert not home.exists()

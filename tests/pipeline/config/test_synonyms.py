@@ -1,9 +1,11 @@
 """What a wrong key is answered with: ours of the same meaning, one spelt like it, or nothing."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.pipeline.config import fields
-from penstock.pipeline.config.load import ConfigError, from_table
+from penstock.pipeline.config.load import SHOWN_MISTAKES, ConfigError, from_table
 from penstock.pipeline.config.run_config import Config
 
 LEAST = {"model": {"path": "m"}, "data": {"source": "d.jsonl"}, "run": {"steps": 1}}
@@ -43,6 +45,26 @@ def test_an_unknown_key_is_answered_by_its_meaning_before_its_spelling(section: 
 
 def test_an_unknown_value_is_answered_by_its_meaning() -> None:
     assert answer("schedule", "mode", "async").endswith("did you mean 'in_flight'?")
+
+
+@given(
+    st.lists(
+        st.sampled_from(["trainer.learning_rate", "trainer.foo", "run.seed", "reward.functions", "data.limit", "model.name", "eval.x"])
+    )
+)
+def test_all_mistakes_are_told_at_once_each_key_once(wrong: list[str]) -> None:
+    table: dict[str, dict[str, object]] = {name: dict(section) for name, section in LEAST.items()}
+    for key in wrong:
+        section, _, name = key.partition(".")
+        table.setdefault(section, {})[name] = "x"
+    if not wrong:
+        return
+    with pytest.raises(ConfigError) as refused:
+        from_table(table)
+    told = str(refused.value).split(" | ")
+    shown = {part.partition(" ")[0] for part in told if not part.startswith("and ")}
+    assert shown <= set(wrong) and len(shown) == min(SHOWN_MISTAKES, len(set(wrong)))
+    assert (told[-1] == f"and {len(set(wrong)) - SHOWN_MISTAKES} more") == (len(set(wrong)) > SHOWN_MISTAKES)
 
 
 def test_a_list_and_a_section_are_asked_for_in_the_words_of_toml() -> None:

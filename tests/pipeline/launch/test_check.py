@@ -131,17 +131,20 @@ def test_a_reward_that_cannot_judge_is_refused_with_its_line(tmp_path: Path, rew
     assert "\n" not in problem
 
 
-FAILS_ONCE = "return [float(a == b) if n != 30 else 1 / 0 for a, b, n in zip(completions, answer, columns['level'])]"
+FAILS_ONCE = "return [float(a == b) if n != {} else 1 / 0 for a, b, n in zip(completions, answer, columns['level'])]"
 
 
 @pytest.mark.costly  # tries the reward in child processes
 def test_a_reward_that_fails_for_one_row_or_for_an_empty_completion_is_told_without_the_engine(tmp_path: Path) -> None:
-    records, problem = found(configured(project(tmp_path, reward=FAILS_ONCE)))
+    records, problem = found(configured(project(tmp_path, reward=FAILS_ONCE.format(30))))
     assert re.fullmatch(r"the reward of .*rows.jsonl:31: reward .*rew.py:right broke: ZeroDivisionError.*line 2\)", problem or "")
     assert "reward" not in records
     records, problem = found(configured(tmp_path, reward={"on_error": "drop"}))
     assert problem is None and records["reward"] == "of the reference answers of 50 rows: all 1, 1 without a reward"
     assert records["warning"].startswith("2 of 104 completions have no reward and would not be trained: the reward of ")  # and two pairs
+    for fails, refused in ((FAILS_ONCE.format(0), False), ("return [1 / 0]", True)):
+        (tmp_path / "rew.py").write_text(f"def right(completions, answer, **columns):\n    {fails}\n", encoding="utf-8")
+        assert ("ZeroDivisionError" in str(found(configured(tmp_path, reward={"on_error": "drop"}))[1])) == refused
     first_letter = "[float(text[0] == a[0]) for text, a in zip(completions, answer)]"
     (tmp_path / "rew.py").write_text(f"def right(completions, answer, **columns):\n    return {first_letter}\n", encoding="utf-8")
     for on_error in ("stop", "drop"):
@@ -236,7 +239,7 @@ def test_a_run_that_cannot_fit_on_the_disk_is_refused_before_it_starts(tmp_path:
     assert parameters(folder / "model") == 10**9
     records, problem = found(configured(folder, run={"steps": 100_000}))
     assert records["weights"].startswith("4.0 GB whole, every 20 versions; a delta about 4.0 GB")
-    assert "about 400.0 TB of weights (at most 400.0 TB)" in records["disk"]
+    assert "400.0 TB of weights (at most 400.0 TB)" in records["disk"]
     assert problem is not None
     assert "the disk would be full after step " in problem
     assert not (tmp_path / "home").exists()

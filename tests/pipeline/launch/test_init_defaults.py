@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.pipeline.launch.check.propose import Inputs
+from penstock.pipeline.launch.check.propose import LEAST_STEPS, MOST_PASSES, STEPS, Inputs
 
 INSTRUCT = Inputs(
     rows=100, prompt_field="question", answer_field="answer", longest_prompt=100, longest_reference=20, context=8192, count=135 * 10**6,
@@ -34,6 +34,14 @@ def test_completions_get_what_model_answers_and_machine_allow(changes: dict[str,
 def test_prompt_and_completion_fit_into_the_context(prompt: int, answer: int, context: int, gpus: int) -> None:
     inputs = replace(INSTRUCT, longest_prompt=prompt, longest_reference=answer, context=context, gpus=gpus)
     assert prompt <= inputs.prompt_room and inputs.prompt_room + inputs.completion_room <= context
+
+
+@given(rows=st.integers(1, 10**6), gpus=st.integers(0, 8))
+def test_few_rows_are_not_trained_on_for_a_hundred_steps(rows: int, gpus: int) -> None:
+    inputs = replace(INSTRUCT, rows=rows, held_out=0, gpus=gpus)
+    assert LEAST_STEPS <= inputs.steps <= STEPS
+    assert inputs.passes <= MOST_PASSES or inputs.steps == LEAST_STEPS
+    assert inputs.steps == STEPS or inputs.passes > MOST_PASSES - 1
 
 
 @pytest.mark.parametrize(
