@@ -154,6 +154,32 @@ def test_a_reward_that_fails_for_one_row_or_for_an_empty_completion_is_told_with
 
 
 @pytest.mark.costly  # tries the reward in child processes
+@pytest.mark.parametrize(
+    ("body", "problem", "warning"),
+    [
+        ("return [float(a == b) for a, b in zip(completions, answer)]", None, None),
+        ("return [float(text[0] == a[0]) for text, a in zip(completions, answer)]", None, "for an empty completion: .*IndexError"),
+        ("return [1.0 - completions.index(text) / len(completions) for text in completions]", None, None),
+        ("return [float('nan') if text == '60' else 1.0 for text in completions]", "rows.jsonl:31: .* nan for completion 0", None),
+        ("return {'right': [float(a == b) for a, b in zip(completions, answer)], 'long': [None] * len(completions)}", None, None),
+    ],
+    ids=["plain", "empty", "compares", "NaN", "parts"],
+)
+def test_async_rewards_and_several_with_weights_are_tried_as_one(
+    tmp_path: Path, body: str, problem: str | None, warning: str | None
+) -> None:
+    project(tmp_path)
+    (tmp_path / "rew.py").write_text(f"async def right(completions, answer, **columns):\n    {body}\n", encoding="utf-8")
+    several = {"functions": [f"{tmp_path}/rew.py:right", "exact_match"], "weights": [1.0, 0.5]}
+    for reward in ({}, several):
+        records, refused = found(configured(tmp_path, reward=reward))
+        assert re.search(problem, str(refused)) if problem else refused is None
+        assert re.search(warning, records["warning"]) if warning else "warning" not in records
+    if not problem:
+        assert records["reward"] == "of the reference answers of 50 rows: all 1.5"
+
+
+@pytest.mark.costly  # tries the reward in child processes
 @pytest.mark.parametrize("nones", ["[None] * len(completions)", "[{'a': None} for _ in completions]"])
 def test_a_reward_that_is_none_for_all_rows_is_refused_only_if_they_have_a_reference(tmp_path: Path, nones: str) -> None:
     project(tmp_path, reward=f"return {nones}")
