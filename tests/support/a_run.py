@@ -1,13 +1,15 @@
 """A small run told record by record with the real codecs, for the tests of those who only read."""
 
 import json
+import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from penstock.pipeline.inspect.run_view import RunView
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.groups import ScoredSample
@@ -51,6 +53,10 @@ class RecordBuilder:
         )
         value = runs.encode(found)
         return Outgoing(topic=RUNS_TOPIC, partition=0, key=self.run.encode(), headers=runs.headers(found).encode(value), value=value)
+
+    def start(self) -> list[Outgoing]:
+        """The first records of a run: it is registered and opened."""
+        return [self.record(), self.opened()]
 
     def made(self) -> Outgoing:
         return replace(self.record(), topic=f"{self.run}.run")
@@ -178,23 +184,51 @@ class RecordBuilder:
         return Outgoing(topic=f"{self.run}.{topic}", partition=0, key=key, headers=headers.encode(value), value=value)
 
 
-def as_records(notices: list[Outgoing]) -> list[Record]:
+def outgoing(codec: Any, *found: Any, run: str = RUN, partition: int = 0, key: bytes | None = b"0") -> Outgoing:
+    """The record that a worker writes of these, with the topic and the headers of their codec."""
+    value = codec.encode(*found)
+    topic, headers = codec.SCHEMA.partition("/")[0], codec.headers(*found, run=run).encode(value)
+    return Outgoing(topic=f"{run}.{topic}", partition=partition, key=key, headers=headers, value=value)
+
+
+def stored(sent: Outgoing, offset: int = 0, *, timestamp_ms: int = 0) -> Record:
+    """The record as a log delivers it."""
+    return Record(
+        topic=sent.topic, partition=sent.partition, offset=offset, timestamp_ms=timestamp_ms, key=sent.key, headers=sent.headers,
+        value=bytes(sent.value),
+    )  # fmt: skip
+
+
+def as_records(built: Iterable[Outgoing]) -> list[Record]:
     """The records as a log would deliver them: offsets by topic, a second between any two."""
     offsets: Counter[str] = Counter()
     found = []
-    for place, outgoing in enumerate(notices):
-        offset = offsets[outgoing.topic]
-        offsets[outgoing.topic] += 1
-        when = int(CREATED_S * 1000) + 1000 * place
-        found.append(
-            Record(
-                topic=outgoing.topic,
-                partition=0,
-                offset=offset,
-                timestamp_ms=when,
-                key=outgoing.key,
-                headers=outgoing.headers,
-                value=bytes(outgoing.value),
-            )
-        )
+    for place, sent in enumerate(built):
+        found.append(stored(replace(sent, partition=0), offsets[sent.topic], timestamp_ms=int(CREATED_S * 1000) + 1000 * place))
+        offsets[sent.topic] += 1
     return found
+
+
+def folded(records: Iterable[Record]) -> RunView:
+    """The state of the run after these records."""
+    view = RunView(run=RUN)
+    for record in records:
+        view.fold(record)
+    return view
+
+
+def interleaved(records: Sequence[Record], seed: int) -> list[Record]:
+    """The records with their topics mixed at random, each topic in its order."""
+    waiting = {topic: [record for record in records if record.topic == topic] for topic in {record.topic for record in records}}
+    draw, mixed = random.Random(seed), list[Record]()
+    while waiting:
+        topic = draw.choice(sorted(waiting))
+        mixed.append(waiting[topic].pop(0))
+        if not waiting[topic]:
+            del waiting[topic]
+    return mixed
+
+
+def view_of(built: Iterable[Outgoing]) -> RunView:
+    """The state of the run after these records, as a log would deliver them."""
+    return folded(as_records(built))

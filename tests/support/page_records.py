@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from penstock.infra.log import Log
 from penstock.infra.memory.log import MemoryLog
 from penstock.topics import groups
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
@@ -13,15 +14,21 @@ from tests.support.a_run import CREATED_S, RUN, RecordBuilder
 EVIL = "</script><img src=x onerror=alert(1)> \u2028 <!-- <script>"
 
 
-def log_with(records: Iterable[Outgoing], run: str = RUN) -> MemoryLog:
+def log_with(records: Iterable[Outgoing] = (), run: str = RUN) -> MemoryLog:
     """An in-memory log that holds these records of a run."""
     log = MemoryLog()
-    log.create_topics({RUNS_TOPIC: RUNS_SPEC})
-    log.create_topics(topics_of(run, partitions=1))
+    log.create_topics({RUNS_TOPIC: RUNS_SPEC, **topics_of(run, partitions=1)})
+    write(log, records)
+    return log
+
+
+def write(log: Log, records: Iterable[Outgoing]) -> None:
+    """Send these records."""
     producer = log.producer()
     for record in records:
         producer.send(record)
-    return log
+    producer.flush(60.0)
+    producer.close()
 
 
 OTHER = "demo-2"
@@ -33,9 +40,7 @@ def two_runs(**options: Any) -> MemoryLog:
     log = log_with([*first.whole(), first.letter()])
     other = RecordBuilder(OTHER, steps=4, created_s=CREATED_S + 100, config={"run": {"name": "demo", "steps": 4, "seed": 1}}, **options)
     log.create_topics(topics_of(OTHER, partitions=1))
-    producer = log.producer()
-    for record in other.whole():
-        producer.send(record)
+    write(log, other.whole())
     return log
 
 

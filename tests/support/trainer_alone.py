@@ -86,6 +86,13 @@ def killed(place: LogLocation, run: str, fault: str) -> None:
         worker_set.abandon("trainer")
 
 
+def stopped_after(place: LogLocation, run: str, *, steps: int) -> None:
+    """Run a trainer until so many steps are done, and stop it."""
+    with WorkerSet(place, run) as worker_set:
+        worker_set.start("trainer")
+        worker_set.wait(lambda: worker_set.report()["steps"] == steps)
+
+
 def trained(place: LogLocation, run: str, *deaths: str) -> dict[str, Any]:
     """Run trainers to the end of the run, after one died at each of these fault points; returns what the run came to."""
     for fault in deaths:

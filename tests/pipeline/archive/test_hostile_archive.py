@@ -208,9 +208,7 @@ ROWS: dict[str, Callable[[pa.Table], pa.Table]] = {
     "column twice": lambda table: table.append_column("group", table["group"]),
     "column of texts": column("group", lambda table: pa.array(["x"] * len(table))),
     "column of lists": column("group", lambda table: pa.array([[1]] * len(table))),
-    "text that is no UTF-8": column(
-        "outcome", lambda table: pa.Array.from_buffers(pa.string(), len(table), pa.array([b"\xff"] * len(table)).buffers())
-    ),
+    "no UTF-8": column("outcome", lambda table: pa.Array.from_buffers(pa.string(), len(table), pa.array([b"\xff"] * len(table)).buffers())),
     "time as text": column("timestamp", lambda table: pa.array(["never"] * len(table))),
     "nested categories": column("outcome", lambda table: pa.array([["x"]] * len(table), pa.list_(pa.dictionary(pa.int8(), pa.string())))),
     "nothing": lambda table: table.slice(0, 0).select([]),
@@ -239,5 +237,4 @@ def test_a_command_prints_one_line_that_can_be_printed(
     spoil(folder)
     assert main(["audit", str(folder)]) != 0
     (line,) = capsys.readouterr().err.splitlines()
-    assert name in line
-    assert line.isprintable()
+    assert name in line and line.isprintable()

@@ -41,6 +41,11 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> str:
     return lines[-1]
 
 
+def ended(command: list[str], **environment: str) -> "subprocess.CompletedProcess[str]":
+    """The command, once it has ended, with these variables beside the environment's."""
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=180, check=False)
+
+
 def test_help_loads_neither_the_configuration_nor_arrow_nor_kafka() -> None:
     code = """
 import sys
@@ -49,7 +54,7 @@ main(["--help"])
 loaded = [name for name in ("pydantic", "pyarrow", "kafka", "torch", "rich.live") if name in sys.modules]
 assert not loaded, loaded
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+    done = ended([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
 
 
@@ -64,8 +69,7 @@ needless = ("pyarrow.parquet", "pyarrow.compute", "jinja2", "duckdb", "confluent
 loaded = [name for name in needless if name in sys.modules]
 assert not loaded, loaded
 """
-    environment = os.environ | {"PENSTOCK_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    done = ended([sys.executable, "-c", code], PENSTOCK_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "the broker of this machine is not running" in done.stderr
 
@@ -74,24 +78,13 @@ assert not loaded, loaded
     ("line", "words"), [("penstock st", ["stop", "status"]), ("penstock status --fo", ["--follow"]), ("penstock runs r", ["rm"])]
 )
 def test_a_shell_completes_commands_and_options_by_the_script_that_show_completion_prints(line: str, words: list[str]) -> None:
-    asked = {"_PENSTOCK_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
-    done = subprocess.run(PENSTOCK, cwd=ROOT, env=os.environ | asked, capture_output=True, text=True, timeout=180, check=False)
+    done = ended(PENSTOCK, _PENSTOCK_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(line.count(" ")))
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, words, "")
 
 
 COMMANDS = ["init", "check", "run", "create", "worker", "runs", "status", "report", "audit", "explain", "graph", "doctor"]
-COMMANDS += [
-    "topics list",
-    "topics tail",
-    "topics show",
-    "broker start",
-    "broker run",
-    "broker stop",
-    "broker status",
-    "sbatch",
-    "model tiny",
-    "replay score",
-]
+COMMANDS += ["topics list", "topics tail", "topics show", "broker start", "broker run", "broker stop", "broker status", "sbatch"]
+COMMANDS += ["model tiny", "replay score"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -125,16 +118,13 @@ def test_a_sum_of_integers_which_duckdb_makes_a_decimal_is_a_number_in_json() ->
 def test_wrong_usage_is_one_line_and_status_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == USAGE
     captured = capsys.readouterr()
-    assert captured.out == ""
-    assert len(captured.err.splitlines()) == 1
-    assert captured.err.startswith("penstock: ")
-    assert said in captured.err
+    assert (captured.out, len(captured.err.splitlines())) == ("", 1)
+    assert captured.err.startswith("penstock: ") and said in captured.err
 
 
 def test_an_unknown_key_is_named_with_the_nearest_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", config(tmp_path, schedule="prompts_per_stp = 3"), "--dry-run"]) == USAGE
-    assert "schedule.prompts_per_stp = 3" in (line := last_line(capsys))
-    assert "schedule.prompts_per_step" in line
+    assert "schedule.prompts_per_stp = 3" in (line := last_line(capsys)) and "schedule.prompts_per_step" in line
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
@@ -173,8 +163,7 @@ def test_a_malformed_address_is_a_usage_error_of_one_line(tmp_path: Path, capsys
 def test_an_unreachable_broker_is_one_line_and_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["runs", "--bootstrap", "127.0.0.1:1"]) == FAILED
     line = last_line(capsys)
-    assert "127.0.0.1:1" in line
-    assert "penstock broker start" in line
+    assert "127.0.0.1:1" in line and "penstock broker start" in line
     assert cli.main(["create", config(tmp_path, kafka='bootstrap = "127.0.0.1:1"')]) == FAILED
 
 
@@ -195,8 +184,7 @@ def test_a_port_in_use_is_one_line_and_status_1(
         port = taken.getsockname()[1]
         assert cli.main(["broker", "start", "--port", str(port)]) == FAILED
     line = last_line(capsys)
-    assert f"port {port} " in line
-    assert "--port" in line
+    assert f"port {port} " in line and "--port" in line
 
 
 def test_a_worker_is_not_left_waiting_for_a_run_id_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,8 +226,7 @@ def test_an_unexpected_error_is_one_line_that_points_to_debug(monkeypatch: pytes
     monkeypatch.setattr(machine, "_show", failing(KeyError("offset")))
     assert cli.main(["broker", "status"]) == FAILED
     line = last_line(capsys)
-    assert "KeyError" in line
-    assert "--debug" in line
+    assert "KeyError" in line and "--debug" in line
     assert cli.main(["broker", "status", "--debug"]) == FAILED
     assert "Traceback" in capsys.readouterr().err
 
@@ -252,11 +239,8 @@ def test_ctrl_c_ends_with_130_and_no_traceback(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     command = " ".join(f"'{word}'" for word in PENSTOCK)
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", f"{command} graph | true"], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
-    )
-    assert done.returncode == OK
-    assert done.stderr == ""
+    done = ended(["bash", "-o", "pipefail", "-c", f"{command} graph | true"])
+    assert (done.returncode, done.stderr) == (OK, "")
 
 
 def test_a_command_of_another_name_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,15 +254,7 @@ def test_a_command_of_another_name_is_named(capsys: pytest.CaptureFixture[str]) 
 
 def test_the_list_of_views_fits_80_columns_and_ends_without_a_word_on_stderr() -> None:
     console = "import sys; from penstock.pipeline.cli import console; sys.argv = ['penstock', 'sql', 'latest']; sys.exit(console())"
-    done = subprocess.run(
-        [sys.executable, "-c", console],
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    done = ended([sys.executable, "-c", console], COLUMNS="80")
     assert (done.returncode, done.stderr) == (OK, "")
     assert "samples: group_id BIGINT" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -310,10 +286,7 @@ def test_a_dry_run_prints_the_arithmetic_and_starts_nothing(
     assert not home.exists()
 
 
-def test_there_are_examples() -> None:
-    assert EXAMPLES
-
-
+assert EXAMPLES
 TINY = [file.name for file in EXAMPLES if ".penstock/tiny" in file.read_text(encoding="utf-8")]
 
 
@@ -327,8 +300,7 @@ def test_an_example_of_the_tiny_model_passes_a_dry_run(name: str, tmp_path: Path
     captured = capsys.readouterr()
     assert status == OK, captured.err
     found = json.loads(captured.out)
-    assert {"one step", "the run", "reward"} <= found.keys()
-    assert found["samples"] == []
+    assert {"one step", "the run", "reward"} <= found.keys() and found["samples"] == []
 
 
 @pytest.mark.parametrize("name", sorted({file.name for file in EXAMPLES} - set(TINY)))
@@ -388,7 +360,7 @@ def test_a_password_on_the_command_line_or_in_the_configuration_is_refused_unsai
 
 
 def test_the_version_is_that_of_the_wheel() -> None:
-    done = subprocess.run([*PENSTOCK, "--version"], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False, env={**os.environ})
+    done = ended([*PENSTOCK, "--version"])
     if done.returncode:
         pytest.skip("the wheel is not installed in this environment")
     assert done.stdout.startswith("penstock ")

@@ -35,10 +35,7 @@ def test_a_command_that_only_prints_is_refused_without_a_standard_output(words: 
         app.refuse_unseen(words.split())
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["run c.toml", "runs rm r", "stop r", "broker start", "topics delete r", "report r --html p", "plan c --plot=p", "create c", ""],
-)
+@pytest.mark.parametrize("words", DOING)
 def test_a_command_that_does_something_does_it_without_a_standard_output(words: str) -> None:
     app.refuse_unseen(words.split())
 

@@ -39,8 +39,8 @@ from penstock.pipeline.inspect.web.run_facts import cards, config_rows, provenan
 from penstock.pipeline.launch.run_lock import UI_ADDRESS
 from penstock.pipeline.runtime.topic_reader import between
 from penstock.topics import ledger
-from tests.support.a_run import RUN, RecordBuilder, as_records
-from tests.support.page_records import EVIL, OTHER, log_with, two_runs
+from tests.support.a_run import RUN, RecordBuilder, folded, view_of
+from tests.support.page_records import EVIL, OTHER, log_with, two_runs, write
 from tests.support.paths import ROOT
 
 
@@ -57,19 +57,12 @@ def server() -> Iterator[Server]:
 
 
 def asked(
-    server: Server,
-    path: str,
-    *,
-    host: str | None = None,
-    method: str = "GET",
-    site: str = "none",
-    form: str | None = None,
-    accept: str = "text/html",
+    server: Server, path: str, *, method: str = "GET", site: str = "none", form: str | None = None, accept: str = "text/html", **more: str
 ) -> tuple[int, str, dict[str, str]]:
     """Status, page and headers of one request."""
     where = urlsplit(server.address)
     connection = http.client.HTTPConnection(where.netloc, timeout=120)
-    connection.request(method, path, form, headers={"Host": host or where.netloc, "Sec-Fetch-Site": site, "Accept": accept})
+    connection.request(method, path, form, headers={"Host": where.netloc, "Sec-Fetch-Site": site, "Accept": accept, **more})
     reply = connection.getresponse()
     return reply.status, reply.read().decode(), {name.lower(): value for name, value in reply.getheaders()}
 
@@ -80,7 +73,7 @@ def test_it_listens_on_loopback_and_answers_only_who_has_the_token_and_asks_this
     for path in ("/", "/secre/", "/secret2/", "/secret/../", "/secret/etc/passwd", "/secret/runs"):
         assert asked(server, path)[0] == 404, path
     for host, status in (("evil.example", 404), ("localhost.evil.example:80", 404), ("localhost:9000", 200), ("127.0.0.1:1", 200)):
-        assert asked(server, "/secret/", host=host)[0] == status, "another port is one that ssh forwards"
+        assert asked(server, "/secret/", Host=host)[0] == status, "another port is one that ssh forwards"
     assert asked(server, "/secret/", method="POST")[0] == 501
 
 
@@ -190,10 +183,7 @@ def test_a_run_shows_its_provenance_or_the_commands_that_find_it_out(server: Ser
 def test_a_run_names_the_run_that_it_was_made_from_the_nearest_first() -> None:
     built = RecordBuilder()
     built.info |= {"forked_from": {"run": "a", "step": 1}, "regraded_from": {"run": "b", "step": 4}, "rescored_from": None}
-    view = RunView(run=RUN)
-    for record in as_records(built.whole()):
-        view.fold(record)
-    (parent,) = [row for row in provenance(view) if row["name"] == "regraded from"]
+    (parent,) = [row for row in provenance(view_of(built.whole())) if row["name"] == "regraded from"]
     assert (parent["text"], parent["page"]) == ("b, step 4", "b")
 
 
@@ -304,9 +294,7 @@ def test_topics_have_writers_and_readers_and_during_a_run_what_is_written_a_seco
     before = rows()
     assert before["rollouts"][1] is None
     assert (before["rollouts"][2], "scorer" in before["rollouts"][3]) == (["environment", "rollout"], True)
-    producer = log.producer()
-    for record in records[20:40]:
-        producer.send(record)
+    write(log, records[20:40])
     after = rows()
     grown = {topic for topic in after if after[topic][0] > before[topic][0]}
     assert grown and {topic for topic in after if after[topic][1]} == grown
@@ -322,9 +310,8 @@ def test_a_group_has_its_texts_tokens_and_versions(server: Server) -> None:
 
 
 def test_numbers_that_json_does_not_have_are_null() -> None:
-    assert (
-        AsciiJson({"reward": [float("nan"), float("-inf"), 0.5], "text": "\ud800"}).body == b'{"reward":[null,null,0.5],"text":"\\ud800"}'
-    )
+    found = AsciiJson({"reward": [float("nan"), float("-inf"), 0.5], "text": "\ud800"}).body
+    assert found == b'{"reward":[null,null,0.5],"text":"\\ud800"}'
 
 
 def test_texts_of_an_address_are_never_markup(server: Server) -> None:
@@ -386,19 +373,15 @@ def test_an_answer_in_sql_has_its_first_rows_and_more_questions_than_two_are_ref
 
 
 def test_a_key_with_the_value_of_its_default_is_not_marked_as_set() -> None:
-    view = RunView(run=RUN)
     config = {"run": {"name": "demo", "steps": 4}, "data": {"source": "rows.jsonl", "rewards": {}, "skip_rows": []}}
-    for record in as_records([RecordBuilder(steps=1, config=config).record("running")]):
-        view.fold(record)
+    view = view_of([RecordBuilder(steps=1, config=config).record("running")])
     assert [row["key"] for row in config_rows(view) if row["set"] and row["key"].startswith("data.")] == ["data.source"]
 
 
 @pytest.mark.parametrize(("status", "said"), [("finished", "ended"), ("stopped", "killed"), ("failed", "killed")])
 def test_a_run_that_ended_well_shows_no_killed_worker(status: str, said: str) -> None:
-    builder, view = RecordBuilder(steps=1), RunView(run=RUN)
-    records = [builder.record(status), builder.measured_by("scorer-0"), builder.measured_by("feeder", "final")]
-    for record in as_records(records):
-        view.fold(record)
+    builder = RecordBuilder(steps=1)
+    view = view_of([builder.record(status), builder.measured_by("scorer-0"), builder.measured_by("feeder", "final")])
     view.record = replace(view.record, updated_ns=2**62)  # type: ignore[type-var]
     facts = run_facts(view, summarise(view), now_s=1.0)
     assert {worker["name"]: worker["now"] for worker in facts["workers"]} == {"feeder": "ended", "scorer-0": said}
@@ -427,12 +410,10 @@ def test_a_run_with_many_groups_is_opened_from_what_its_tracker_has_saved_and_sh
     opened = store.WatchedRun(log, RUN)
     fresh, page = read.page(), opened.page()
     assert opened.view.past.steps == 0 and opened.view.steps_done == 100
-    assert [chart for part in ("main", "charts", "more") for chart in page["curves"][part] if chart["title"] != "Statuses of groups"] == [
-        chart for part in ("main", "charts", "more") for chart in fresh["curves"][part] if chart["title"] != "Statuses of groups"
-    ]
-    assert {name: page[name] for name in ("status", "step", "cards", "groups", "attention")} == {
-        name: fresh[name] for name in ("status", "step", "cards", "groups", "attention")
-    }
+    for part in ("main", "charts", "more"):
+        charts, same = ([chart for chart in of["curves"][part] if chart["title"] != "Statuses of groups"] for of in (page, fresh))
+        assert charts == same
+    assert all(page[name] == fresh[name] for name in ("status", "step", "cards", "groups", "attention"))
     for number in (0, 3, 150, 201):  # filtered, before and after the saved view, unused
         assert json.dumps(opened.detail(number)) == json.dumps(read.detail(number)) != "{}"
     assert opened.detail(900) == {}
@@ -443,10 +424,8 @@ def test_a_run_with_many_groups_is_opened_from_what_its_tracker_has_saved_and_sh
 def test_the_list_of_runs_reads_the_end_of_a_ledger_and_of_an_ended_run_the_saved_view(monkeypatch: pytest.MonkeyPatch) -> None:
     log = log_with([*RecordBuilder(steps=100).whole()])
     tp = f"{RUN}.ledger", 0
-    view = RunView(run=RUN)
-    for record in between(log, tp, 0, log.end_offsets([tp])[tp]):
-        view.fold(record)
-    ViewWriter(log, log.producer(), "tracker").write(view, {tp: log.end_offsets([tp])[tp]}, now=True)
+    end = log.end_offsets([tp])[tp]
+    ViewWriter(log, log.producer(), "tracker").write(folded(between(log, tp, 0, end)), {tp: end}, now=True)
     read: list[str] = []
     decode = ledger.read
     monkeypatch.setattr(ledger, "read", lambda record, *, run: (read.append(record.topic), decode(record, run=run))[1])

@@ -10,9 +10,10 @@ import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.cli.ui.server import Server
+from penstock.topics.wire.record import Outgoing
 from tests.support.a_run import RUN, RecordBuilder
 from tests.support.browser import WAIT_MS, Watched, browser, in_a_browser
-from tests.support.page_records import EVIL, OTHER, log_with, rewritten, two_runs
+from tests.support.page_records import EVIL, OTHER, log_with, rewritten, two_runs, write
 
 pytestmark = in_a_browser
 PAGES = {
@@ -56,6 +57,13 @@ class Serving:
         self.server.server_close()
 
 
+def half_written() -> tuple[Serving, list[Outgoing]]:
+    """A server of a run of six steps that has come to the middle, and the rest of its records."""
+    records = list(RecordBuilder(steps=6).whole())
+    half = next(at for at, record in enumerate(records) if record.topic.endswith(".ledger") and at > len(records) // 2)
+    return Serving(log_with(records[:half])), records[half:]
+
+
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
     with browser() as started:
@@ -90,10 +98,7 @@ def test_a_page_is_quiet_readable_and_as_wide_as_the_screen(chromium: Any, two: 
 
 
 def test_a_run_that_goes_on_is_patched_in_place(chromium: Any) -> None:
-    builder = RecordBuilder(steps=6)
-    records = list(builder.whole())
-    half = next(at for at, record in enumerate(records) if record.topic.endswith(".ledger") and at > len(records) // 2)
-    serving = Serving(log_with(records[:half]))
+    serving, rest = half_written()
     looked = watched(chromium, serving)
     try:
         page = looked.open(f"r/{RUN}")
@@ -107,9 +112,7 @@ def test_a_run_that_goes_on_is_patched_in_place(chromium: Any) -> None:
         }""")
         where = "[Math.round(document.activeElement.getBoundingClientRect().top / 4), document.activeElement.textContent]"
         before = page.evaluate(where)
-        producer = serving.log.producer()
-        for record in records[half:]:
-            producer.send(record)
+        write(serving.log, rest)
         page.wait_for_function("done => Number(document.querySelector('.progress b').textContent) > done", arg=done, timeout=WAIT_MS)
         page.wait_for_selector("#live[data-live=false]", timeout=WAIT_MS)
         assert int(page.text_content(".progress b")) == 6
@@ -124,8 +127,7 @@ def test_a_run_that_goes_on_is_patched_in_place(chromium: Any) -> None:
 
 
 def test_a_page_of_a_server_that_comes_back_is_updated_again(chromium: Any) -> None:
-    builder = RecordBuilder(steps=6)
-    records = list(builder.whole())
+    records = list(RecordBuilder(steps=6).whole())
     serving = Serving(log_with(records[:30]))
     looked = watched(chromium, serving)
     page = looked.open(f"r/{RUN}")
@@ -194,17 +196,13 @@ def test_a_histogram_filters_its_samples_are_a_file_and_a_note_is_written(
 
 
 def test_the_timeline_of_a_run_grows_and_a_moved_view_stays(chromium: Any) -> None:
-    records = list(RecordBuilder(steps=6).whole())
-    half = next(at for at, record in enumerate(records) if record.topic.endswith(".ledger") and at > len(records) // 2)
-    serving = Serving(log_with(records[:half]))
+    serving, rest = half_written()
     looked = watched(chromium, serving)
     try:
         page = looked.open(f"r/{RUN}/timeline")
         page.wait_for_selector("#lanes[data-lanes]", timeout=WAIT_MS)
         before = page.evaluate("zoom(0.5), [timeline.from, timeline.to, data.g_number.length]")
-        producer = serving.log.producer()
-        for record in records[half:]:
-            producer.send(record)
+        write(serving.log, rest)
         page.wait_for_function("groups => data.g_number.length > groups", arg=before[2], timeout=WAIT_MS)
         assert page.evaluate("[timeline.from, timeline.to]") == before[:2]
         page.wait_for_function("() => !data.live", timeout=WAIT_MS)

@@ -24,7 +24,7 @@ from penstock.pipeline.inspect.audit import chunk_digests, facts
 from penstock.pipeline.inspect.audit.facts import of_folder
 from penstock.pipeline.inspect.audit.kafka_reader import KafkaSource
 from penstock.pipeline.inspect.audit.report import Audit, as_table, as_text, audit, summary
-from penstock.pipeline.inspect.audit.rules import LAG_OF_MODE, Terms, oldest_trained, terms_of
+from penstock.pipeline.inspect.audit.rules import LAG_OF_MODE, oldest_trained, terms_of
 from penstock.pipeline.inspect.audit.source import Unreadable
 from penstock.pipeline.inspect.metrics import Line
 from penstock.pipeline.scheduling import rules
@@ -34,18 +34,18 @@ from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.weights import Chunk, Manifest
 from penstock.topics.wire.record import Outgoing, Record
 from penstock.workers.tracker.metrics_file import MetricsFile
-from tests.support.a_run import RUN, RecordBuilder, as_records
+from tests.support.a_run import RUN, RecordBuilder, as_records, outgoing, stored
 from tests.support.bare_clients import c_client
 from tests.support.listed_records import Listed
+from tests.support.page_records import write
 from tests.support.paths import ROOT
 from tests.support.strategies import a_rollout
 
 
 def test_a_full_temporary_folder_is_one_line_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "SCHEMA", f"PRAGMA max_page_count = 12; {facts.SCHEMA}")
-    with pytest.raises(
-        Unreadable, match=r"cannot write a temporary file \(database or disk is full\): set TMPDIR to a directory with more space$"
-    ):
+    refusal = r"cannot write a temporary file \(database or disk is full\): set TMPDIR to a directory with more space$"
+    with pytest.raises(Unreadable, match=refusal):
         audit(Listed(RUN, a_story()))
 
 
@@ -123,14 +123,10 @@ def test_what_a_transaction_has_not_committed_is_not_read_and_holds_nobody_up(br
 
 def test_the_foreign_reader_and_ours_deliver_the_same_records(broker: str, run: str) -> None:
     log = KafkaLog(broker, client_id="test")
-    producer = log.producer()
-    for outgoing in RecordBuilder(run, steps=3).whole():
-        producer.send(outgoing)
-    producer.flush(30.0)
+    write(log, RecordBuilder(run, steps=3).whole())
     tail = log.tail({(f"{run}.{topic}", 0): "earliest" for topic in ("prompts", "rollouts", "groups", "ledger", "metrics")})
     ours = {(record.topic, record.partition, record.offset): record for record in tail.read_to_end(30.0)}
     tail.close()
-    producer.close()
     log.close()
     source = KafkaSource(broker, run, settings=c_client(broker))
     found = [record for topic in ("prompts", "rollouts", "groups", "ledger", "metrics") for record in source.read(topic)]
@@ -139,19 +135,15 @@ def test_the_foreign_reader_and_ours_deliver_the_same_records(broker: str, run: 
 
 
 def test_what_was_deleted_on_a_broker_is_no_loss_and_what_lies_behind_it_is_judged(broker: str, run: str) -> None:
-    log, builder = KafkaLog(broker, client_id="test"), RecordBuilder(run, config=a_teller().config)
-    producer, lost = log.producer(), 4
-    for outgoing in [builder.made(), builder.opened(), *(built for _ in range(6) for built in builder.group([0.0, 1.0] * 2, version=0))]:
-        if not (outgoing.topic.endswith(".prompts") and outgoing.key == b"%d" % lost):
-            producer.send(outgoing)
-    producer.flush(30.0)
+    log, builder, lost = KafkaLog(broker, client_id="test"), RecordBuilder(run, config=a_teller().config), 4
+    built = [builder.made(), builder.opened(), *(record for _ in range(6) for record in builder.group([0.0, 1.0] * 2, version=0))]
+    write(log, [record for record in built if not (record.topic.endswith(".prompts") and record.key == b"%d" % lost)])
     log.delete_records({(f"{run}.prompts", 0): 2, (f"{run}.rollouts", 0): 8})
     found = audit(KafkaSource(broker, run, settings=c_client(broker)))
     assert as_table(found)["deleted_below"] == {"prompts/0": 2, "rollouts/0": 8}
     assert accused(found, "prompt-numbers", "one-status", "group-samples") == {lost}, as_text(found)
     log.delete_records({(f"{run}.prompts", 0): 5})
     assert accused(audit(KafkaSource(broker, run, settings=c_client(broker))), "prompt-numbers", "one-status", "group-samples") == set()
-    producer.close()
     log.close()
 
 
@@ -208,16 +200,10 @@ def _chunk_record(chunk: Chunk, partition: int, offset: int) -> Record:
     return Record(topic=f"{RUN}.weights", partition=partition, offset=offset, timestamp_ms=0, key=b"0", headers=headers, value=value)
 
 
-def manifest_record(manifest: Manifest) -> Record:
-    value = weights.encode(manifest)
-    headers = weights.headers(manifest, run=RUN).encode(value)
-    return Record(topic=f"{RUN}.weights", partition=0, offset=0, timestamp_ms=0, key=b"0", headers=headers, value=value)
-
-
 def a_story(*more: Record) -> list[Record]:
     """A run that was opened, and more."""
     builder = a_teller()
-    return [*as_records([builder.record(), builder.opened(), builder.version(0)]), *more]
+    return [*as_records([*builder.start(), builder.version(0)]), *more]
 
 
 def a_teller() -> RecordBuilder:
@@ -230,7 +216,7 @@ def test_the_digest_is_recomputed_from_chunks_however_they_were_cut_and_dealt(
     model: list[TensorBytes], chunk_bytes: int, partitions: int, turn: int, tree: bool
 ) -> None:
     manifest, chunks = published(model, chunk_bytes=chunk_bytes, partitions=partitions, tree=tree)
-    found = audit(Listed(RUN, a_story(manifest_record(manifest), *chunks)))
+    found = audit(Listed(RUN, a_story(stored(outgoing(weights, manifest)), *chunks)))
     assert found.facts.recomputed[0].digest == manifest.digest, found.facts.recomputed[0]
     assert as_table(found)["duplicates"] == {"chunks of no manifest": partitions}
     if manifest.nbytes:
@@ -297,7 +283,7 @@ def test_the_oldest_trained_version_is_stated_anew(spans: list[tuple[int, list[b
 def test_the_audit_finds_what_was_trained_too_old_although_its_headers_call_it_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "version_min", lambda rollouts: 1 if rollouts else None)
     builder = a_teller()
-    built = [builder.record(), builder.opened(), builder.version(0)]
+    built = [*builder.start(), builder.version(0)]
     for step in range(2):
         built += [*builder.group([0.0, 1.0, 0.0, 1.0], version=0), *builder.group([0.0, 1.0, 0.0, 1.0], version=0)]
         built += [builder.step(step, [2 * step, 2 * step + 1], begun_s=builder.now_s), builder.version(step + 1)]
@@ -346,9 +332,8 @@ def test_a_check_with_many_violations_shows_five_with_coordinates_and_counts_the
     assert as_table(found)["duplicates"] == {"ledger": 2}
     assert not found.clean  # version 0 has an entry and no manifest
     assert "version 0, ledger/0/1: version 0 has a ledger entry but no manifest" in as_text(found)
-    assert summary(found) == (
-        "audit: 1 violation, 0 groups, 0 steps, 0 versions, 2 duplicates, 0 dead letters, 0 groups open, the run is active"
-    )
+    counts = "1 violation, 0 groups, 0 steps, 0 versions, 2 duplicates, 0 dead letters, 0 groups open, the run is active"
+    assert summary(found) == f"audit: {counts}"
     again = replace(found, results=tuple(replace(result, violations=result.violations * 7) for result in found.results))
     shown = as_text(again).splitlines()
     assert sum("no manifest" in line for line in shown) == 5
@@ -367,7 +352,7 @@ def test_a_group_of_eight_samples_leaves_less_than_a_kilobyte() -> None:
 def kept(*, groups: int, tokens: int = 4) -> int:
     """Bytes that are left allocated when a run of groups of eight samples was audited."""
     builder = RecordBuilder(steps=2, config={"schedule": {**a_teller().config["schedule"], "samples_per_prompt": 8}})
-    built = [builder.record(), builder.opened()]
+    built = builder.start()
     for _ in range(groups):
         prompt, *samples, outcome = builder.group([1.0, 0.0] * 4, version=0, tokens=tokens)
         built += [prompt, in_one(samples), outcome]
@@ -385,12 +370,4 @@ def kept(*, groups: int, tokens: int = 4) -> int:
 
 def in_one(samples: list[Outgoing]) -> Outgoing:
     """The record of all samples of a group."""
-    drawn = [rollouts.decode(sample.value) for sample in samples]
-    value = rollouts.encode(*drawn)
-    return replace(samples[0], headers=rollouts.headers(*drawn, run=RUN).encode(value), value=value)
-
-
-def test_terms_are_plain_numbers() -> None:
-    terms = Terms(prompts_per_step=4, samples_per_prompt=8, steps_per_version=2, max_lag=1, order="submission", steps=7)
-    assert (terms.round_groups, terms.newest_version(7), terms.newest_version(5), terms.step_of(4)) == (8, 4, 2, 7)
-    assert np.array([terms.min_version(slot) for slot in (0, 8, 16, 24)]).tolist() == [0, 0, 1, 2]
+    return outgoing(rollouts, *(rollouts.decode(sample.value) for sample in samples), key=samples[0].key)

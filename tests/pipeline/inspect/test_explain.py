@@ -1,6 +1,7 @@
 """The life of a prompt from runs written record by record: fates that a small real run does not have, repeats, dead letters, stages."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,31 +23,21 @@ from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.learner.micro_batches import pack, token_share
 from penstock.pipeline.learner.train_step import Objective
 from penstock.topics import dead_letters, groups, rollouts
-from penstock.topics.catalogue import RUNS_SPEC, topics_of
 from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.ledger import Planned
 from penstock.topics.wire.record import Outgoing, Record
-from tests.support.a_run import CONFIG, RUN, RecordBuilder
+from tests.support.a_run import CONFIG, RUN, RecordBuilder, outgoing, stored
 from tests.support.examples import sample_of
+from tests.support.page_records import log_with
 
 
 def quiet(_: str) -> None:
     """Nothing is said."""
 
 
-def written(built: list[Outgoing]) -> MemoryLog:
-    """A log with these records."""
-    log = MemoryLog()
-    log.create_topics({RUNS_SPEC.name: RUNS_SPEC, **topics_of(RUN, partitions=1)})
-    producer = log.producer()
-    for outgoing in built:
-        producer.send(outgoing)
-    return log
-
-
-def explained(built: list[Outgoing], group: int) -> dict[str, Any]:
+def explained(built: Iterable[Outgoing], group: int) -> dict[str, Any]:
     """The life of a group, having gone through JSON; its page can be made."""
-    found = json.loads(json.dumps(as_json.explain(written(built), RUN, group, notify=quiet)))
+    found = json.loads(json.dumps(as_json.explain(log_with(built), RUN, group, notify=quiet)))
     assert text.as_page(found)
     return dict(found)
 
@@ -62,23 +53,20 @@ def planned(log: MemoryLog, members: list[int]) -> tuple[Planned, ...]:
 
 def test_a_stale_group_says_against_which_version_and_which_entry_says_so() -> None:
     builder = RecordBuilder(config={"schedule": {**CONFIG["schedule"], "mode": "one_step_off"}})
-    built = [builder.record(), builder.opened(), builder.version(0), *builder.group([0.0, 1.0], version=0)]
+    built = [*builder.start(), builder.version(0), *builder.group([0.0, 1.0], version=0)]
     built += [builder.version(1), builder.version(2), builder.entry("stale", step=2, version=2, groups=(0,))]
     found = explained(built, 0)
     assert found["status"] == "stale"
-    assert found["stale"] == {
-        "entry": 4, "at_s": builder.now_s, "before_step": 2, "learner_version": 2, "policy_version_min": 0, "lag": 2, "max_lag": 1,
-    }  # fmt: skip
-    assert (
-        found["why"]
-        == "the oldest trained token was generated under version 0, 2 versions before the learner's 2; max_lag is 1 (ledger entry 4)"
-    )
+    stale = {"entry": 4, "at_s": builder.now_s, "before_step": 2, "learner_version": 2, "policy_version_min": 0, "lag": 2, "max_lag": 1}
+    assert found["stale"] == stale
+    why = "the oldest trained token was generated under version 0, 2 versions before the learner's 2; max_lag is 1 (ledger entry 4)"
+    assert found["why"] == why
     assert "stale at" in text.as_page(found)
 
 
 def test_an_abandoned_group_says_why_and_shows_what_was_drawn() -> None:
     builder = RecordBuilder()
-    built = [builder.record(), builder.opened(), builder.version(0), *builder.group([0.0, 1.0], version=0, outcome="abandoned")]
+    built = [*builder.start(), builder.version(0), *builder.group([0.0, 1.0], version=0, outcome="abandoned")]
     found = explained(built, 0)
     assert (found["status"], found["why"]) == ("abandoned", "because")
     assert [one["sample"] for one in found["samples"]] == [0, 1]
@@ -87,7 +75,7 @@ def test_an_abandoned_group_says_why_and_shows_what_was_drawn() -> None:
 def test_an_open_group_says_what_it_waits_for_stage_by_stage() -> None:
     builder = RecordBuilder()
     prompt, first, second, outcome = builder.group([0.0, 1.0], version=0)
-    start = [builder.record(), builder.opened(), builder.version(0)]
+    start = [*builder.start(), builder.version(0)]
     waited = [explained([*start, *more], 0)["why"] for more in ([prompt], [prompt, first], [prompt, first, second])]
     assert waited == [
         "waits for a rollout worker; none of its samples is in the log",
@@ -96,38 +84,27 @@ def test_an_open_group_says_what_it_waits_for_stage_by_stage() -> None:
     ]
     assert explained([*start, prompt, first, second, outcome], 0)["why"].startswith("waits for the trainer, which takes groups by number")
     later = RecordBuilder()
-    held = later.group([0.0, 1.0], version=3)[0]
-    assert (
-        "policy version 3, under which it may be generated at the earliest; the newest is 0"
-        in explained([later.record(), later.opened(), later.version(0), held], 0)["why"]
-    )
+    held = explained([*later.start(), later.version(0), later.group([0.0, 1.0], version=3)[0]], 0)["why"]
+    assert "policy version 3, under which it may be generated at the earliest; the newest is 0" in held
 
 
 def test_a_group_that_the_run_did_not_need_is_unused() -> None:
-    found = explained(list(RecordBuilder(steps=3).whole()), 7)
-    assert found["status"] == "unused"
-    assert found["why"].startswith("the run ended first; the group was waiting for the trainer")
+    found = explained(RecordBuilder(steps=3).whole(), 7)
+    assert (found["status"], found["why"].partition(";")[0]) == ("unused", "the run ended first")
 
 
 def test_a_plan_that_cannot_be_read_leaves_the_rest_of_the_story() -> None:
-    found = explained(list(RecordBuilder(steps=3).whole()), 1)
+    found = explained(RecordBuilder(steps=3).whole(), 1)
     assert found["status"] == "trained"
-    assert found["step"]["plan"] == [1, 2]
-    assert found["step"]["denominator"] is None
+    assert (found["step"]["plan"], found["step"]["denominator"]) == ([1, 2], None)
     assert found["step"]["left_out"][0].startswith("advantages and gradient weights cannot be computed: ")
     assert [one["token_weight"] for one in found["samples"]] == [None] * 4
 
 
 def test_a_plan_is_read_from_where_the_ledger_says() -> None:
     builder = RecordBuilder()
-    built = [
-        builder.record(),
-        builder.opened(),
-        builder.version(0),
-        *builder.group([0.0, 1.0], version=0),
-        *builder.group([0.0, 0.5], version=0),
-    ]
-    plan = planned(written(built), [1, 0])
+    built = [*builder.start(), builder.version(0), *builder.group([0.0, 1.0], version=0), *builder.group([0.0, 0.5], version=0)]
+    plan = planned(log_with(built), [1, 0])
     step = builder.entry("step", step=0, version=0, plan=plan, boundaries=(2, 4), metrics={"grad_norm": 4.0})
     found = explained([*built, step, builder.version(1)], 0)
     assert found["why"] == "step 0, position 2 of 2 in its plan, under learner version 0"
@@ -142,7 +119,7 @@ def test_a_plan_is_read_from_where_the_ledger_says() -> None:
 
 
 def test_a_plan_of_many_groups_is_shown_by_its_first_ones() -> None:
-    found = explained(list(RecordBuilder(steps=3).whole()), 1)
+    found = explained(RecordBuilder(steps=3).whole(), 1)
     found["step"] |= {"plan": list(range(1, 1001)), "boundaries": [4000]}
     line = next(line for line in text.as_page(found).splitlines() if "position 1 of 1000" in line)
     assert "(groups 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, … 1000 in all)" in line
@@ -152,7 +129,7 @@ def test_a_plan_of_many_groups_is_shown_by_its_first_ones() -> None:
 def test_records_that_repeat_others_are_shown_and_do_not_count() -> None:
     builder = RecordBuilder()
     built = builder.group([0.0, 1.0], version=0)
-    found = explained([builder.record(), builder.opened(), *built, built[1], built[-1]], 0)
+    found = explained([*builder.start(), *built, built[1], built[-1]], 0)
     assert [(one["is"], one["counts"]) for one in found["records"]] == [
         ("prompt", True), ("sample 0", True), ("sample 1", True), ("sample 0", False), ("outcome scored", True), ("outcome scored", False),
     ]  # fmt: skip
@@ -166,7 +143,7 @@ def test_samples_beyond_the_first_k_are_surplus() -> None:
     kept = replace(whole, samples_per_prompt=2, samples=(whole.samples[0], whole.samples[2]))
     ((headers, value),) = groups.encode_parts(kept, run=RUN, worker="scorer-0")
     outcome = Outgoing(topic=f"{RUN}.groups", partition=0, key=b"0", headers=headers.encode(value), value=value)
-    found = explained([builder.record(), builder.opened(), *built[:-1], outcome], 0)
+    found = explained([*builder.start(), *built[:-1], outcome], 0)
     assert [(one["sample"], one["counts"]) for one in found["samples"]] == [(0, True), (1, False), (2, True)]
 
 
@@ -174,10 +151,7 @@ def test_tokens_of_several_versions_are_shown_as_spans() -> None:
     builder = RecordBuilder()
     prompt, first, *_ = builder.group([0.0, 1.0], version=0)
     drawn = replace(rollouts.decode(first.value), span_versions=np.array([1, 2], np.int32), span_starts=np.array([0, 2], np.int32))
-    value = rollouts.encode(drawn)
-    headers = rollouts.headers(drawn, run=RUN).encode(value)
-    sample = Outgoing(topic=f"{RUN}.rollouts", partition=0, key=b"0", headers=headers, value=value)
-    found = explained([builder.record(), builder.opened(), prompt, sample], 0)
+    found = explained([*builder.start(), prompt, outgoing(rollouts, drawn)], 0)
     assert found["samples"][0]["versions"] == [{"version": 1, "from": 0, "to": 2}, {"version": 2, "from": 2, "to": 3}]
     assert "1[0:2] 2[2:3]" in text.as_page(found)
 
@@ -185,16 +159,7 @@ def test_tokens_of_several_versions_are_shown_as_spans() -> None:
 def refused(builder: RecordBuilder, record: Record, *, kind: str, reason: str) -> Outgoing:
     """The dead letter about a record."""
     letter = dead_letters.from_record(record, kind=kind, reason=reason, worker="scorer-0", time_ns=int(builder.now_s * 1e9))
-    value = dead_letters.encode(letter)
-    headers = dead_letters.headers(letter, run=RUN).encode(value)
-    return Outgoing(topic=f"{RUN}.dead-letters", partition=0, key=b"x", headers=headers, value=value)
-
-
-def as_record(outgoing: Outgoing, offset: int, **changes: Any) -> Record:
-    found = Record(
-        topic=outgoing.topic, partition=0, offset=offset, timestamp_ms=1, key=outgoing.key, headers=outgoing.headers, value=outgoing.value
-    )
-    return replace(found, **changes)
+    return outgoing(dead_letters, letter)
 
 
 def letter_of(log: MemoryLog) -> dict[str, Any]:
@@ -207,10 +172,9 @@ def letter_of(log: MemoryLog) -> dict[str, Any]:
 def test_a_dead_letter_shows_the_refused_record_and_the_group_that_it_claims() -> None:
     builder = RecordBuilder()
     built = builder.group([0.0, 0.0], version=0, outcome="filtered")
-    torn = as_record(built[1], 2, value=built[1].value[:100])
-    again = Outgoing(topic=torn.topic, partition=0, key=torn.key, headers=torn.headers, value=torn.value)
-    letter = refused(builder, torn, kind="checksum", reason="the headers say one thing, the payload another")
-    log = written([builder.record(), builder.opened(), *built, again, letter])
+    torn = replace(built[1], value=built[1].value[:100])
+    letter = refused(builder, stored(torn, 2), kind="checksum", reason="the headers say one thing, the payload another")
+    log = log_with([*builder.start(), *built, torn, letter])
     found = letter_of(log)
     assert found["payload"]["kind"] == "checksum"
     assert found["refused"]["topic"] == f"{RUN}.rollouts"
@@ -225,8 +189,8 @@ def test_a_dead_letter_shows_the_refused_record_and_the_group_that_it_claims() -
 def test_a_dead_letter_that_claims_a_group_which_never_was_leads_to_one_line() -> None:
     builder = RecordBuilder()
     built = builder.group([0.0, 1.0], version=0)
-    orphan = as_record(built[1], 9, headers=(("run", RUN.encode()), ("group", b"77")), key=b"77")
-    log = written([builder.record(), builder.opened(), *built, refused(builder, orphan, kind="orphan", reason="no prompt")])
+    orphan = replace(stored(built[1], 9), headers=(("run", RUN.encode()), ("group", b"77")), key=b"77")
+    log = log_with([*builder.start(), *built, refused(builder, orphan, kind="orphan", reason="no prompt")])
     assert letter_of(log)["claims_group"] == 77
     with pytest.raises(ConfigError, match=f"group 77 was never admitted: run {RUN} has groups 0 to 0"):
         as_json.explain(log, RUN, 77, notify=quiet)
@@ -235,15 +199,15 @@ def test_a_dead_letter_that_claims_a_group_which_never_was_leads_to_one_line() -
 def test_a_record_that_ends_its_readers_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     builder = RecordBuilder()
     built = builder.group([0.0, 1.0], version=0)
-    letter = refused(builder, as_record(built[1], 0), kind="poison", reason="three processes died")
+    letter = refused(builder, stored(built[1]), kind="poison", reason="three processes died")
     decoded: list[int] = []
     original = rollouts.decode_all
     monkeypatch.setattr(rollouts, "decode_all", lambda value: decoded.append(len(value)) or original(value))
-    found = explained([builder.record(), builder.opened(), *built[:-1], letter], 0)
+    found = explained([*builder.start(), *built[:-1], letter], 0)
     assert len(decoded) == 1  # of two samples
     assert [one["sample"] for one in found["samples"]] == [1]
     assert found["why"] == "waits for samples: 1 of 2 are there"
-    assert letter_of(written([builder.record(), builder.opened(), *built[:-1], letter]))["refused"] is None
+    assert letter_of(log_with([*builder.start(), *built[:-1], letter]))["refused"] is None
     assert len(decoded) == 1
 
 
@@ -251,15 +215,15 @@ def test_a_letter_about_other_topics_claims_no_group() -> None:
     builder = RecordBuilder()
     built = builder.group([0.0, 1.0], version=0)
     chunk = Record(topic=f"{RUN}.weights", partition=1, offset=0, timestamp_ms=1, key=b"0", headers=(), value=b"?")
-    log = [builder.record(), builder.opened(), *built, refused(builder, chunk, kind="missing-header", reason="no run")]
-    assert letter_of(written(log))["claims_group"] is None
+    log = [*builder.start(), *built, refused(builder, chunk, kind="missing-header", reason="no run")]
+    assert letter_of(log_with(log))["claims_group"] is None
     assert explained(log, 0)["dead_letters"] == []
 
 
 def test_a_prompt_that_retention_has_deleted_is_gone_and_not_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     builder = RecordBuilder()
     first, second = builder.group([0.0, 1.0], version=0), builder.group([0.0, 1.0], version=0)
-    log = written([builder.record(), builder.opened(), first[0], second[0]])
+    log = log_with([*builder.start(), first[0], second[0]])
     monkeypatch.setattr(log, "beginning_offsets", lambda places: {at: int(at[0].endswith(".prompts")) for at in places})
     with pytest.raises(LogError, match=r"the prompt of group 0 was deleted: .*prompts/0: the records at offsets 0 to 0 were deleted"):
         as_json.explain(log, RUN, 0, notify=quiet)
@@ -269,13 +233,8 @@ def test_a_prompt_that_retention_has_deleted_is_gone_and_not_unknown(monkeypatch
 
 def test_a_group_whose_samples_and_outcome_were_deleted_is_not_said_to_wait_for_them() -> None:
     builder = RecordBuilder()
-    built = [
-        builder.record(),
-        builder.opened(),
-        *builder.group([0.0, 1.0], version=0, outcome="filtered"),
-        *builder.group([0.0, 1.0], version=0),
-    ]
-    log = written(built)
+    first, second = builder.group([0.0, 1.0], version=0, outcome="filtered"), builder.group([0.0, 1.0], version=0)
+    log = log_with([*builder.start(), *first, *second])
     log.delete_records({(f"{RUN}.rollouts", 0): 2, (f"{RUN}.groups", 0): 1})
     found = as_json.explain(log, RUN, 0, notify=quiet)
     lines = [f"{RUN}.rollouts/0: the records at offsets 0 to 1 were deleted", f"{RUN}.groups/0: the records at offsets 0 to 0 were deleted"]
@@ -289,7 +248,7 @@ def test_a_group_whose_samples_and_outcome_were_deleted_is_not_said_to_wait_for_
 
 def test_a_ledger_without_its_beginning_is_said_instead_of_groups_that_seem_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     builder = RecordBuilder()
-    log = written([builder.record(), builder.opened(), *builder.group([0.0, 1.0], version=0)])
+    log = log_with([*builder.start(), *builder.group([0.0, 1.0], version=0)])
     monkeypatch.setattr(log, "beginning_offsets", lambda places: {at: 3 * at[0].endswith(".ledger") for at in places})
     with pytest.raises(LogError, match=r"ledger/0: the records at offsets 0 to 2 were deleted"):
         as_json.explain(log, RUN, 0, notify=quiet)

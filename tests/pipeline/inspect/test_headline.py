@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from penstock.pipeline.inspect.report.headline import LEAST_POINTS, attention, headline, noise
 from penstock.pipeline.inspect.report.summary import summarise
 from penstock.pipeline.inspect.report.text import as_text
-from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.web.run_facts import run_facts
-from tests.support.a_run import RUN, RecordBuilder, as_records
+from tests.support.a_run import RecordBuilder, view_of
 
 RISING = [0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5]
 NOISY = [0.30, 0.38, 0.29, 0.40, 0.33, 0.41, 0.28, 0.38, 0.33]
@@ -89,7 +88,4 @@ def test_a_straight_line_has_no_noise() -> None:
 
 
 def test_a_whole_run_has_a_headline() -> None:
-    view = RunView(run=RUN)
-    for record in as_records(list(RecordBuilder(steps=30).whole())):
-        view.fold(record)
-    assert headline(summarise(view))[0].startswith("It learned")
+    assert headline(summarise(view_of(RecordBuilder(steps=30).whole())))[0].startswith("It learned")

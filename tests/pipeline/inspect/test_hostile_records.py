@@ -1,7 +1,7 @@
 """What lies in the log of a run is shown, whatever it is: no record ends a command."""
 
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,30 +9,26 @@ from penstock.pipeline.archive.files import NOTE, Archive
 from penstock.pipeline.inspect.records.browse import as_line, as_page, clock, view
 from penstock.topics import dead_letters
 from penstock.topics.wire.record import Record
+from tests.support.a_run import outgoing, stored
 from tests.support.strategies import EXAMPLES
 
 
-def stored(letter: dead_letters.DeadLetter, **changes: object) -> Record:
-    value = dead_letters.encode(letter)
-    headers = dead_letters.headers(letter, run="r").encode(value)
-    return replace(
-        Record(topic="r.dead-letters", partition=0, offset=0, timestamp_ms=1, key=b"x", headers=headers, value=value),
-        **changes,  # type: ignore[arg-type]
-    )
+def letter_record(letter: dead_letters.DeadLetter, **changes: Any) -> Record:
+    return stored(outgoing(dead_letters, letter, run="r"), **changes)
 
 
 @pytest.mark.parametrize("timestamp_ms", [-(2**63), -1, 0, 10**13, 2**55, 2**63 - 1])
 def test_a_record_of_any_time_is_shown(timestamp_ms: int) -> None:
-    record = stored(EXAMPLES["dead-letters"], timestamp_ms=timestamp_ms)
+    record = letter_record(EXAMPLES["dead-letters"], timestamp_ms=timestamp_ms)
     assert "0/0" in as_line(record, run="r")
     assert as_page(view(record, run="r"))
     assert clock("%Y", 2.0**60).endswith(" s")
 
 
 def test_dead_letters_about_dead_letters_are_shown_without_end() -> None:
-    record = stored(EXAMPLES["dead-letters"])
+    record = letter_record(EXAMPLES["dead-letters"])
     for _ in range(300):
-        record = stored(dead_letters.from_record(record, kind="checksum", reason="x", worker="tracker", time_ns=1))
+        record = letter_record(dead_letters.from_record(record, kind="checksum", reason="x", worker="tracker", time_ns=1))
     assert as_page(view(record, run="r"))
 
 

@@ -31,8 +31,9 @@ from penstock.pipeline.inspect.web.timeline import NEVER, Clock, generic
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.record import Outgoing
-from tests.support.a_run import RUN, RecordBuilder, as_records
+from tests.support.a_run import RUN, RecordBuilder, view_of
 from tests.support.page_records import EVIL, log_with, rewritten
+from tests.support.page_records import write as write_records
 
 STEPS = 3
 
@@ -145,10 +146,9 @@ def test_columns_of_every_width_come_out_as_they_went_in() -> None:
 
 
 def test_advantages_are_those_of_the_runs_own_function() -> None:
-    built: list[Outgoing] = []
     builder = RecordBuilder(steps=1)
-    built += [builder.record(), builder.opened(), builder.version(0), *builder.group([0.0, 1.0, 1.0, 0.25], version=0)]
-    index = unpacked(blocks(build(log_with(built), RUN))["index"])
+    log = log_with([*builder.start(), builder.version(0), *builder.group([0.0, 1.0, 1.0, 0.25], version=0)])
+    index = unpacked(blocks(build(log, RUN))["index"])
     assert index["advantage"] == {"name": "grpo", "why_not": None}
     np.testing.assert_array_equal(index["s_advantage"], group_advantages([0.0, 1.0, 1.0, 0.25]))
 
@@ -157,7 +157,7 @@ def test_a_function_that_the_log_names_is_loaded_only_by_who_trusts_it(tmp_path:
     own = tmp_path / "own.py"
     own.write_text("import numpy as np\n\ndef doubled(rewards):\n    return 2 * np.asarray(rewards, np.float32)\n")
     builder = RecordBuilder(steps=1, config={"algorithm": {"advantage": f"{own}:doubled"}})
-    log = log_with([builder.record(), builder.opened(), *builder.group([0.0, 1.0, 1.0, 0.25], version=0)])
+    log = log_with([*builder.start(), *builder.group([0.0, 1.0, 1.0, 0.25], version=0)])
     with_own = unpacked(blocks(build(log, RUN, trust_code=True))["index"])
     without = unpacked(blocks(build(log, RUN))["index"])
     assert with_own["s_advantage"].tolist() == [0.0, 2.0, 2.0, 0.5]
@@ -239,7 +239,7 @@ def test_only_the_pages_own_code_and_style_may_run_and_nothing_may_be_fetched(pa
 
 def test_groups_without_rewards_show_their_prompt_and_what_was_drawn() -> None:
     builder = RecordBuilder(steps=1)
-    built = [builder.record(), builder.opened(), builder.version(0)]
+    built = [*builder.start(), builder.version(0)]
     waiting = [record for record in builder.group([0.0] * 4, version=0) if not record.topic.endswith(".groups")]
     failed = builder.group([0.0] * 4, version=0, outcome="failed")
     outcome = rewritten(failed[-1], samples=lambda _: (), reason="the judge broke")
@@ -270,12 +270,10 @@ class Growing(MemoryLog):
 
 
 def test_a_page_of_a_run_under_way_lists_what_its_figures_count() -> None:
-    builder = RecordBuilder(steps=6)
-    built = list(builder.whole())
+    built = list(RecordBuilder(steps=6).whole())
     log = Growing(built[20:])
     log.create_topics({RUNS_TOPIC: RUNS_SPEC, **topics_of(RUN, partitions=1)})
-    for record in built[:20]:
-        log.producer().send(record)
+    write_records(log, built[:20])
     page = build(log, RUN)
     index, report = unpacked(blocks(page)["index"]), report_in(page)
     assert len(log.later) < len(built) - 20
@@ -311,7 +309,7 @@ def test_a_page_gets_its_name_only_when_it_is_whole(page: Page, tmp_path: Path) 
     assert [file.name for file in tmp_path.iterdir()] == ["out.html"]
 
 
-def view_of(folder: Path, **info: Any) -> RunView:
+def registered(folder: Path, **info: Any) -> RunView:
     config, now = json.dumps({"model": {"path": str(folder)}}), 1
     record = RunRecord(run=RUN, status="created", config=config, info=json.dumps(info), created_ns=now, updated_ns=now)
     return RunView(run=RUN, record=record)
@@ -327,7 +325,7 @@ def test_each_token_has_the_text_it_has_behind_another_one(tmp_path: Path) -> No
         tokenizer.decoder = decoder
         (tmp_path / name).mkdir()
         tokenizer.save(str(tmp_path / name / "tokenizer.json"))
-        texts = TokenTexts.of(view_of(tmp_path / name))
+        texts = TokenTexts.of(registered(tmp_path / name))
         assert texts.why_not is None
         assert texts.one_by_one(list(range(len(expected)))) == expected
         assert texts.completion([1, len(words)]) == tokenizer.decode([1])
@@ -336,8 +334,8 @@ def test_each_token_has_the_text_it_has_behind_another_one(tmp_path: Path) -> No
 def test_a_tokenizer_that_is_not_the_runs_own_gives_no_texts(tmp_path: Path) -> None:
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     own = digests(tmp_path, chat_template="off")
-    assert TokenTexts.of(view_of(tmp_path, digests=own)).there
-    other = TokenTexts.of(view_of(tmp_path, digests={**own, "tokenizer": "0" * 64}))
+    assert TokenTexts.of(registered(tmp_path, digests=own)).there
+    other = TokenTexts.of(registered(tmp_path, digests={**own, "tokenizer": "0" * 64}))
     assert not other.there and "is not the one that the run was created with" in (other.why_not or "")
     assert other.completion([0]) is None and other.one_by_one([0]) == []
 
@@ -373,15 +371,12 @@ def test_what_was_written_twice_is_shown_once() -> None:
 
 
 def test_what_became_of_the_groups_is_a_curve_whose_points_stand_for_enough_of_them() -> None:
-    builder, built = RecordBuilder(steps=40), []
-    built += [builder.record(), builder.opened(), builder.version(0)]
+    builder = RecordBuilder(steps=40)
+    built = [*builder.start(), builder.version(0)]
     for step in range(40):
         built += builder.group([0.0] * 4, version=step, outcome="filtered")
         built += builder.round(step)
-    view = RunView(run=RUN)
-    for record in as_records(built):
-        view.fold(record)
-    points = status_shares(view)
+    points = status_shares(view_of(built))
     assert [step for step, _ in points] == sorted({step for step, _ in points})
     assert len(points) == 7  # of 120 groups: six versions of three groups each, and what is left
     assert all(shares == {"filtered": pytest.approx(1 / 3), "trained": pytest.approx(2 / 3)} for _, shares in points)

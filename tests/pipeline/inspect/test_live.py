@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -18,27 +17,8 @@ from penstock.pipeline.inspect.run_view_types import GroupFacts, Tally
 from penstock.pipeline.inspect.status import SteadyBottleneck, bottleneck, elapsed_s, to_go_s
 from penstock.topics.catalogue import RUNS_SPEC, topics_of
 from penstock.topics.wire.record import Outgoing
-from tests.support.a_run import RUN, RecordBuilder, as_records
-
-
-def a_log(run: str = RUN) -> MemoryLog:
-    log = MemoryLog()
-    log.create_topics({RUNS_SPEC.name: RUNS_SPEC, **topics_of(run, partitions=1)})
-    return log
-
-
-def write(log: MemoryLog, records: Iterable[Outgoing]) -> None:
-    producer = log.producer()
-    for outgoing in records:
-        producer.send(outgoing)
-    producer.close()
-
-
-def view_of(records: Iterable[Outgoing]) -> RunView:
-    view = RunView(run=RUN)
-    for record in as_records(list(records)):
-        view.fold(record)
-    return view
+from tests.support.a_run import RUN, RecordBuilder, as_records, view_of
+from tests.support.page_records import log_with, write
 
 
 def shown(view: RunView, *, width: int = 120, **fields: Any) -> str:
@@ -50,7 +30,7 @@ def shown(view: RunView, *, width: int = 120, **fields: Any) -> str:
 
 def begun(*, steps: int = 5, planned: int = 10) -> tuple[RecordBuilder, list[Outgoing]]:
     builder = RecordBuilder(steps=planned)
-    records = [builder.record(), builder.opened(), builder.version(0)]
+    records = [*builder.start(), builder.version(0)]
     for step in range(steps):
         records += builder.round(step)
     return builder, records
@@ -66,26 +46,16 @@ def test_the_picture_has_a_line_for_every_worker_and_says_how_far_the_run_is() -
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_the_picture_fits_any_terminal(width: int) -> None:
-    _, records = begun()
-    assert max(map(len, shown(view_of(records), width=width).splitlines())) <= width
+    assert max(map(len, shown(view_of(begun()[1]), width=width).splitlines())) <= width
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_reason_of_a_bottleneck_the_evaluation_and_the_error_of_a_failed_worker_are_never_cut(width: int) -> None:
     builder, records = begun()
-    records.append(
-        builder.measured_by(
-            "evaluator",
-            "eval",
-            version=5,
-            greedy_accuracy=0.75,
-            sampled_accuracy=0.5,
-            greedy_reward=0.9,
-            sampled_reward=0.875,
-            n=3.0,
-            n_failed=1.0,
-        )
-    )
+    measured = {
+        "greedy_accuracy": 0.75, "sampled_accuracy": 0.5, "greedy_reward": 0.9, "sampled_reward": 0.875, "n": 3.0, "n_failed": 1.0,
+    }  # fmt: skip
+    records.append(builder.measured_by("evaluator", "eval", version=5, **measured))
     error = "reward /home/somebody/project/own_reward.py:number broke: ZeroDivisionError: division by zero (own_reward.py line 2)"
     records.append(builder.measured_by("scorer-0", kind="final", labels={"status": "failed", "error": error}))
     text = " ".join(" ".join(line.strip("│ ") for line in shown(view_of(records), width=width).splitlines()).split())
@@ -124,7 +94,7 @@ def test_the_time_of_a_step_goes_on_over_its_micro_batches() -> None:
 
 def test_a_role_without_which_a_run_stands_still_is_said_to_be_missing_once_the_others_have_been_there() -> None:
     builder = RecordBuilder()
-    records = [builder.record(), builder.opened()]
+    records = builder.start()
     records += [builder.measured_by(worker, uptime_s=40.0) for worker in ("rollout-0", "scorer-0", "trainer", "tracker")]
     view, now_s = view_of(records), builder.now_s
     assert missing(view, now_s=now_s, silent={}) == ["feeder"]
@@ -135,11 +105,7 @@ def test_a_role_without_which_a_run_stands_still_is_said_to_be_missing_once_the_
 
 def test_nobody_is_missing_who_has_finished_or_while_workers_are_stopped() -> None:
     builder = RecordBuilder()
-    records = [
-        builder.record(),
-        builder.opened(),
-        *(builder.measured_by(name, uptime_s=40.0) for name in ("rollout-0", "scorer-0", "trainer")),
-    ]
+    records = [*builder.start(), *(builder.measured_by(name, uptime_s=40.0) for name in ("rollout-0", "scorer-0", "trainer"))]
     done = builder.measured_by("feeder", "final", labels={"doing": "done", "status": "finished"}, uptime_s=30.0)
     assert missing(view_of([*records, done]), now_s=builder.now_s + 300.0, silent={}) == []
     stopped = builder.measured_by("feeder", "final", labels={"doing": "stopping", "status": "stopped"}, uptime_s=30.0)
@@ -186,16 +152,9 @@ def test_a_resumed_run_is_not_one_of_which_every_worker_was_started_again() -> N
     assert "(started again 1x)" in shown(view_of(records))
 
 
-def test_a_run_that_its_launcher_has_stopped_is_shown_as_stopped() -> None:
-    _, records = begun()
-    assert "demo-1 stopped" in shown(view_of(records), status="stopped")
-
-
 @pytest.mark.parametrize("status", ["stopping", None])
 def test_while_its_launcher_stops_a_run_it_is_shown_as_stopping_until_the_last_picture(status: str | None) -> None:
-    log, out = a_log(), io.StringIO()
-    live = LiveView(log, RUN, console=Console(file=out, width=120, force_terminal=True, color_system=None), plain=False)
-    write(log, begun()[1])
+    live, out = terminal_view(log_with(begun()[1]))
     live.status = status
     live.poll(0.1)
     assert f"{RUN} {status or 'running'}" in out.getvalue()
@@ -206,16 +165,14 @@ def test_while_its_launcher_stops_a_run_it_is_shown_as_stopping_until_the_last_p
 @pytest.mark.parametrize(("terminal", "lines"), [(True, ["trainer: stopping: writes", "a checkpoint"]), (False, None)])
 def test_a_long_line_is_broken_between_words_and_only_on_a_terminal(terminal: bool, lines: list[str] | None) -> None:
     said, out = "trainer: stopping: writes a checkpoint", io.StringIO()
-    live = LiveView(a_log(), RUN, console=Console(file=out, width=26, force_terminal=terminal), plain=True)
+    live = LiveView(log_with(), RUN, console=Console(file=out, width=26, force_terminal=terminal), plain=True)
     live.tell(said)
     assert [line.rstrip() for line in out.getvalue().splitlines()] == (lines or [said])
 
 
 def test_the_best_and_the_newest_completion_are_shown_without_what_all_prompts_share() -> None:
-    log, out = a_log(), io.StringIO()
-    live = LiveView(log, RUN, console=Console(file=out, width=100, force_terminal=True, color_system=None), plain=False)
     builder, records = begun()
-    write(log, [*records, *builder.group([0.0, 0.25], version=5)])
+    live, out = terminal_view(log_with([*records, *builder.group([0.0, 0.25], version=5)]), width=100)
     live.poll(0.1)
     live.close()
     last = out.getvalue().rpartition("╭")[2]
@@ -242,20 +199,17 @@ def test_of_a_long_completion_the_end_is_shown_beside_the_answer() -> None:
 
 
 def test_a_notebooks_cell_shows_the_same_picture_and_replaces_it() -> None:
-    shown_, log = [], a_log()
+    shown_ = []
 
     class Handle:
         def update(self, data: dict[str, str], *, raw: bool) -> None:
             shown_.append(data["text/html"])
 
     screen = NotebookScreen(lambda _data, **_: Handle())
-    live = LiveView(log, RUN, console=Console(file=io.StringIO()), plain=True, screen=screen)
-    write(log, begun()[1])
+    live = LiveView(log_with(begun()[1]), RUN, console=Console(file=io.StringIO()), plain=True, screen=screen)
     live.poll(0.1)
     live.close()
-    assert "step" in shown_[-1]
-    assert shown_[-1].startswith("<pre")
-    assert "rollout-0" in shown_[-1]
+    assert shown_[-1].startswith("<pre") and "step" in shown_[-1] and "rollout-0" in shown_[-1]
 
 
 def test_truncated_samples_are_advised_on() -> None:
@@ -277,14 +231,16 @@ def test_columns_without_a_number_leave_their_room_to_what_workers_do() -> None:
         assert max(map(len, found.splitlines())) <= width
 
 
-def test_a_worker_that_fell_silent_is_marked() -> None:
-    _, records = begun()
-    assert "silent for 9 s" in shown(view_of(records), silent={"trainer": 9.0})
-
-
-def test_a_broker_that_does_not_answer_is_said() -> None:
-    _, records = begun()
-    assert "the broker has not responded for 7 s" in shown(view_of(records), outage_s=7.0)
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ({"status": "stopped"}, "demo-1 stopped"),
+        ({"silent": {"trainer": 9.0}}, "silent for 9 s"),
+        ({"outage_s": 7.0}, "the broker has not responded for 7 s"),
+    ],
+)
+def test_the_picture_shows_a_run_that_was_stopped_a_silent_worker_and_an_outage(state: dict[str, Any], text: str) -> None:
+    assert text in shown(view_of(begun()[1]), **state)
 
 
 def test_time_to_go_follows_the_pace_of_the_last_steps() -> None:
@@ -314,8 +270,8 @@ def test_one_line_tells_the_same_without_a_terminal() -> None:
 
 def shares(*, waits: float, generates: float | None, scores: float | None = None, activity: str = "busy") -> RunView:
     """A run whose roles are busy for these shares of the time."""
-    builder, view = RecordBuilder(), RunView(run=RUN)
-    records = [builder.record(), builder.opened()]
+    builder = RecordBuilder()
+    records = builder.start()
     for second in range(5):
         if generates is not None:
             records.append(builder.measured_by("rollout-0", labels={"doing": "", "activity": activity}, generate_s=generates * second))
@@ -323,9 +279,7 @@ def shares(*, waits: float, generates: float | None, scores: float | None = None
             records.append(builder.measured_by("scorer-0", reward_busy_s=scores * second))
         records.append(builder.entry("step", step=second, version=second, metrics={"wait_s": waits, "compute_s": 1 - waits}))
         builder.now_s += 1
-    for record in as_records(records):
-        view.fold(record)
-    return view
+    return view_of(records)
 
 
 @pytest.mark.parametrize(
@@ -339,9 +293,7 @@ def shares(*, waits: float, generates: float | None, scores: float | None = None
     ],
 )
 def test_the_bottleneck_is_the_role_whose_busy_time_says_so(state: RunView, who: str) -> None:
-    found = bottleneck(state)
-    assert found is not None
-    assert found.who == who
+    assert bottleneck(state).who == who  # type: ignore[union-attr]
 
 
 def test_no_bottleneck_is_named_before_there_is_anything_to_tell_it_from() -> None:
@@ -382,19 +334,25 @@ def test_the_first_lines_answer_whether_it_learns_how_long_it_takes_and_what_hol
     assert "to go" not in over and "bottleneck" not in over
 
 
-def plain_view(log: MemoryLog, monkeypatch: pytest.MonkeyPatch) -> tuple[LiveView, io.StringIO]:
+def terminal_view(log: MemoryLog, *, width: int = 120) -> tuple[LiveView, io.StringIO]:
+    out = io.StringIO()
+    return LiveView(log, RUN, console=Console(file=out, width=width, force_terminal=True, color_system=None), plain=False), out
+
+
+def plain_view(log: MemoryLog, monkeypatch: pytest.MonkeyPatch, *, plain: bool = True) -> tuple[LiveView, io.StringIO]:
     monkeypatch.setattr("penstock.pipeline.inspect.live.view.LINE_EVERY_S", 0.0)
     out = io.StringIO()
-    return LiveView(log, RUN, console=Console(file=out, width=200), plain=True), out
+    return LiveView(log, RUN, console=Console(file=out, width=200), plain=plain), out
 
 
-def test_plain_lines_follow_the_run_and_name_evaluations_and_dead_letters(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = a_log()
-    live, out = plain_view(log, monkeypatch)
+@pytest.mark.parametrize("plain", [True, False], ids=["asked for", "no terminal"])
+def test_plain_lines_follow_the_run_and_name_evaluations_and_dead_letters(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = log_with()
+    live, out = plain_view(log, monkeypatch, plain=plain)
     builder, records = begun(steps=2)
     write(log, records)
     live.poll(0.1)
-    assert "step 2/10" in out.getvalue()
+    assert out.getvalue().startswith("step 2/10")
     write(log, [builder.measured_by("evaluator", "eval", version=2, greedy_accuracy=0.25, greedy_reward=0.4), builder.letter()])
     live.poll(0.1)
     write(log, builder.round(2))
@@ -405,18 +363,8 @@ def test_plain_lines_follow_the_run_and_name_evaluations_and_dead_letters(monkey
     assert "\x1b" not in text
 
 
-def test_where_there_is_no_terminal_lines_are_printed_without_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.pipeline.inspect.live.view.LINE_EVERY_S", 0.0)
-    log, out = a_log(), io.StringIO()
-    live = LiveView(log, RUN, console=Console(file=out, width=200), plain=False)
-    write(log, begun(steps=2)[1])
-    live.poll(0.1)
-    assert out.getvalue().startswith("step 2/10")
-    live.close()
-
-
 def test_many_dead_letters_of_a_kind_take_a_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = a_log()
+    log = log_with()
     live, out = plain_view(log, monkeypatch)
     builder, records = begun(steps=1)
     write(log, records)
@@ -437,11 +385,9 @@ def test_a_run_that_trains_on_few_of_its_groups_is_told_why_instead_of_who_is_sl
 
 
 def test_noise_in_the_topics_does_not_disturb_the_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = a_log()
-    live, out = plain_view(log, monkeypatch)
     names = ("ledger", "metrics", "groups")
     noise = [Outgoing(topic=f"{RUN}.{name}", partition=0, key=None, headers=(), value=b"\0" * 100) for name in names]
-    write(log, [*noise, *begun(steps=1)[1]])
+    live, out = plain_view(log_with([*noise, *begun(steps=1)[1]]), monkeypatch)
     live.poll(0.1)
     live.close()
     assert "step 1/10" in out.getvalue()
@@ -459,9 +405,8 @@ def test_a_view_that_is_opened_before_its_run_waits_for_it(monkeypatch: pytest.M
 
 
 def test_on_a_terminal_the_last_picture_stays_on_the_screen() -> None:
-    log, out = a_log(), io.StringIO()
-    live = LiveView(log, RUN, console=Console(file=out, width=120, force_terminal=True), plain=False)
-    write(log, begun()[1])
+    out = io.StringIO()
+    live = LiveView(log_with(begun()[1]), RUN, console=Console(file=out, width=120, force_terminal=True), plain=False)
     live.poll(0.1)
     live.close()
     assert "step " in out.getvalue()

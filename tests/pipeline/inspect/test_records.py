@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -21,9 +20,10 @@ from penstock.pipeline.inspect.records.runs import list_runs
 from penstock.topics import rollouts, weights
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TOPICS, topics_of
 from penstock.topics.weights import Chunk
-from penstock.topics.wire.record import Outgoing, Record
-from tests.support.a_run import RUN, RecordBuilder
+from penstock.topics.wire.record import Outgoing
+from tests.support.a_run import RUN, RecordBuilder, outgoing, stored
 from tests.support.examples import manifest_of
+from tests.support.page_records import write
 from tests.support.strategies import a_rollout
 
 PARTITIONS = 2
@@ -31,13 +31,8 @@ PARTITIONS = 2
 
 def write_records(log: Log, records: Iterable[Outgoing], *, run: str = RUN) -> None:
     """Make the run's topics and write the records."""
-    log.create_topics({RUNS_TOPIC: RUNS_SPEC})
-    log.create_topics(topics_of(run, partitions=PARTITIONS))
-    producer = log.producer()
-    for record in records:
-        producer.send(record)
-    producer.flush(60.0)
-    producer.close()
+    log.create_topics({RUNS_TOPIC: RUNS_SPEC, **topics_of(run, partitions=PARTITIONS)})
+    write(log, records)
 
 
 @pytest.fixture
@@ -61,9 +56,6 @@ def test_the_topics_of_a_run_are_listed_in_the_order_of_a_samples_life(log: Log)
     assert {row.topic: row.records for row in rows}["prompts"] == 8
     assert found["prompts"] == (PARTITIONS, 8)  # two a step, one filtered, one unused
     assert found["ledger"] == (1, 1 + 3 + 4 + 1)  # opened, steps, versions, closed
-
-
-def test_topics_of_an_unknown_run_are_none(log: Log) -> None:
     assert browse.list_topics(log, "another") == []
 
 
@@ -141,8 +133,7 @@ def test_weights_are_shown_without_their_bytes(log: Log) -> None:
 @pytest.mark.parametrize("topic", TOPICS)
 @pytest.mark.parametrize("value", [b"", b"\x00" * 5000, b"ARROW1 and then nonsense"], ids=["empty", "zeros", "text"])
 def test_a_record_nobody_can_decode_is_shown_with_the_reason(topic: str, value: bytes) -> None:
-    sent = foreign(topic, value)
-    record = Record(topic=sent.topic, partition=0, offset=7, timestamp_ms=0, key=sent.key, headers=sent.headers, value=value)
+    record = stored(foreign(topic, value), 7)
     found = browse.view(record, run=RUN)
     assert found["payload"] is None
     assert found["unusable"].startswith("foreign-run: ")
@@ -153,8 +144,7 @@ def test_a_record_nobody_can_decode_is_shown_with_the_reason(topic: str, value: 
 
 
 def test_long_lists_are_cut_short_on_a_page_and_whole_in_json(log: Log) -> None:
-    told_again = RecordBuilder("long-1", steps=1)
-    write_records(log, told_again.group([1.0], version=0, tokens=100), run="long-1")
+    write_records(log, RecordBuilder("long-1").group([1.0], version=0, tokens=100), run="long-1")
     found = browse.view(browse.record_at(log, "long-1", "rollouts", partition=0, offset=0), run="long-1")
     assert len(found["payload"]["token_ids"]) == 100
     assert "… 100 in all" in browse.as_page(found)
@@ -162,9 +152,7 @@ def test_long_lists_are_cut_short_on_a_page_and_whole_in_json(log: Log) -> None:
 
 def test_every_sample_of_a_record_is_shown() -> None:
     samples = a_rollout(sample=0), a_rollout(sample=2, tokens=4, finish="length")
-    value = rollouts.encode(*samples)
-    headers = rollouts.headers(*samples, run=RUN).encode(value)
-    record = Record(topic=f"{RUN}.rollouts", partition=0, offset=7, timestamp_ms=0, key=b"3", headers=headers, value=value)
+    record = stored(outgoing(rollouts, *samples), 7)
     found = browse.view(record, run=RUN)
     assert [(sample["sample"], len(sample["token_ids"])) for sample in found["payload"]["samples"]] == [(0, 20), (2, 4)]
     assert "samples[1]" in browse.as_page(found)
@@ -172,23 +160,17 @@ def test_every_sample_of_a_record_is_shown() -> None:
 
 
 def test_a_line_shows_what_was_written_and_how_it_was_judged() -> None:
-    told_again = [*RecordBuilder(steps=1).group([0.5, 1.0], version=0)]
-    sample, outcome = told_again[1], told_again[-1]
-    records = [Record(partition=0, offset=7, timestamp_ms=0, key=b"0", **fields(sent)) for sent in (sample, outcome)]
+    _, sample, _, outcome = RecordBuilder(steps=1).group([0.5, 1.0], version=0)
 
     class Texts:
         def completion(self, ids: list[int]) -> str:
             return f"{len(ids)} words"
 
-    drawn, judged = (browse.as_line(record, run=RUN, texts=Texts()) for record in records)  # type: ignore[arg-type]
+    drawn, judged = (browse.as_line(stored(sent, 7), run=RUN, texts=Texts()) for sent in (sample, outcome))  # type: ignore[arg-type]
     assert drawn.endswith("  '3 words' stop after 3 tokens")
     assert judged.endswith("  0.5 '5' 1 '5'")
     assert "crc32" not in drawn + judged
     assert "worker=rollout-0" in drawn
-
-
-def fields(sent: Outgoing) -> dict[str, Any]:
-    return {"topic": sent.topic, "headers": sent.headers, "value": sent.value}
 
 
 def test_a_run_is_removed_only_when_that_is_said(broker: str, run_id: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,8 +186,7 @@ def test_a_run_is_removed_only_when_that_is_said(broker: str, run_id: str, capsy
     assert log.topics(f"{run_id}.")
     assert cli.main([*removed, "--yes", "--keep-model"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith(f"{run_id}: ")
-    assert said[0].endswith(" freed")
+    assert said[0].startswith(f"{run_id}: ") and said[0].endswith(" freed")
     assert not log.topics(f"{run_id}.")
     assert [path.name for path in folder.iterdir()] == ["model"]
     assert run_id not in {row["run"] for row in list_runs(log)}
@@ -238,9 +219,8 @@ def test_a_followed_status_ends_with_its_run(
 
 def test_the_command_line_looks_into_the_topics_of_a_real_broker(broker: str, run_id: str, capsys: pytest.CaptureFixture[str]) -> None:
     log = KafkaLog(broker, client_id="test")
-    write_records(
-        log, [*RecordBuilder(run_id, steps=3, created_s=time.time()).whole(), foreign("prompts", b"junk", run=run_id)], run=run_id
-    )
+    built = RecordBuilder(run_id, steps=3, created_s=time.time()).whole()
+    write_records(log, [*built, foreign("prompts", b"junk", run=run_id)], run=run_id)
     log.close()
     at = ["--bootstrap", broker]
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +15,24 @@ from penstock.pipeline.inspect.report.formats import BARS, duration, sparkline
 from penstock.pipeline.inspect.report.summary import summarise
 from penstock.pipeline.inspect.report.text import as_text, episodes_lines
 from penstock.pipeline.inspect.run_status import tenth
-from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.rewards.scoring import MOST_CAUSES, NO_FUNCTION, MissingRewards, fault_of
 from penstock.topics.wire.record import Outgoing
-from tests.support.a_run import RUN, RecordBuilder, as_records
+from tests.support.a_run import RUN, RecordBuilder, view_of
 
 REASONS = (NO_FUNCTION, "reward f.py:f broke: KeyError: 'x1' (f.py line 3)", "reward f.py:f broke: KeyError: 'x2' (f.py line 3)", "killed")
 
 
-def report_of(built: list[Outgoing]) -> dict[str, Any]:
-    view = RunView(run=RUN)
-    for record in as_records(built):
-        view.fold(record)
-    return summarise(view)
+def report_of(built: Iterable[Outgoing]) -> dict[str, Any]:
+    return summarise(view_of(built))
 
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    return report_of(list(RecordBuilder(steps=10).whole()))
+    return report_of(RecordBuilder(steps=10).whole())
 
 
 def test_a_report_of_a_run_whose_first_records_were_deleted_says_so_and_names_three_places() -> None:
-    view, built = RunView(run=RUN), list(RecordBuilder(steps=2).whole())
-    for record in as_records(built):
-        view.fold(record)
+    view = view_of(RecordBuilder(steps=2).whole())
     gone = [f"{RUN}.groups/{partition}: the records at offsets 0 to 41 were deleted" for partition in range(5)]
     found = summarise(view, gone=gone)
     assert found["gone"] == gone
@@ -64,7 +59,7 @@ def test_the_reward_is_a_mean_over_all_scored_samples_before_the_filter(report: 
 
 def test_the_last_reward_of_a_short_run_whose_samples_are_all_older_is_that_of_its_newest_version() -> None:
     builder = RecordBuilder(steps=10)
-    built = [builder.record(), builder.opened(), builder.version(0)]
+    built = [*builder.start(), builder.version(0)]
     for step in range(10):
         number = builder.next_group
         built += builder.group([step / 10] * 4, version=min(step, 6))
@@ -104,16 +99,13 @@ def test_the_load_of_reward_services_is_told_over_the_time_of_the_scorers() -> N
 def test_the_last_words_of_a_worker_that_was_started_again_are_no_longer_its_own() -> None:
     builder = RecordBuilder()
     built = [builder.record(), builder.measured_by("scorer-0", "final", labels={"status": "failed", "error": "no memory"})]
-    view = RunView(run=RUN)
-    for record in as_records([*built, builder.measured_by("scorer-0", incarnation="b")]):
-        view.fold(record)
-    assert view.workers["scorer-0"].labels == {"doing": "working"}
-    assert not view.workers["scorer-0"].ended
+    worker = view_of([*built, builder.measured_by("scorer-0", incarnation="b")]).workers["scorer-0"]
+    assert (worker.labels, worker.ended) == ({"doing": "working"}, False)
 
 
 def test_samples_weigh_the_same_in_groups_of_any_size() -> None:
     builder = RecordBuilder(steps=1)
-    built = [builder.record(), builder.opened(), *builder.group([1.0], version=0), *builder.group([0.0] * 3, version=0, outcome="filtered")]
+    built = [*builder.start(), *builder.group([1.0], version=0), *builder.group([0.0] * 3, version=0, outcome="filtered")]
     found = report_of([*built, builder.step(0, [0], begun_s=builder.now_s)])
     assert found["reward"]["first"] == pytest.approx(0.25)
     assert found["groups"]["open"] == 0
@@ -122,7 +114,7 @@ def test_samples_weigh_the_same_in_groups_of_any_size() -> None:
 
 def test_versions_map_to_the_steps_they_were_drawn_for_when_several_steps_share_one() -> None:
     builder = RecordBuilder(steps=20, config={"schedule": {"mode": "pipelined", "steps_per_version": 5, "prompts_per_step": 1}})
-    built = [builder.record(), builder.opened()]
+    built = builder.start()
     for version in range(4):
         built += builder.group([float(version)] * 2, version=version)
     built += [builder.step(step, [], begun_s=builder.now_s) for step in range(20)]
@@ -160,7 +152,7 @@ def test_lengths_are_told_by_what_became_of_the_samples(report: dict[str, Any]) 
 
 def test_the_mean_the_95_percent_quantile_and_the_longest_are_told_of_groups_with_every_fate() -> None:
     builder = RecordBuilder(steps=1)
-    built = [builder.record(), builder.opened(), builder.version(0)]
+    built = [*builder.start(), builder.version(0)]
     for tokens in range(20, 0, -1):
         built += builder.group([0.5], version=0, tokens=tokens)
     for outcome, lengths in {"filtered": (4, 4), "failed": (7,), "abandoned": (40, 10, 10, 10), "scored": (30, 60, 5)}.items():
@@ -178,14 +170,13 @@ def test_the_mean_the_95_percent_quantile_and_the_longest_are_told_of_groups_wit
         "abandoned": (17.5, 40, 40),
         "unused": (5.0, 5, 5),
     }
-    fresh = RecordBuilder()
-    nothing = report_of([fresh.record(), fresh.opened()])
+    nothing = report_of(RecordBuilder().start())
     assert {value for name in ("length", "length_p95", "length_max") for value in nothing[name].values()} == {None}
 
 
 def test_filtered_groups_are_told_apart_by_whether_all_samples_or_none_solved_them() -> None:
     builder = RecordBuilder()
-    built = [builder.record(), builder.opened(), builder.version(0)]
+    built = [*builder.start(), builder.version(0)]
     for rewards in ([0.0] * 4, [1.0] * 4, [1.0] * 4, [0.5] * 4):
         built += builder.group(rewards, version=0, outcome="filtered")
     report = report_of(built)
@@ -242,7 +233,7 @@ def test_causes_that_name_something_new_each_time_are_counted_together_after_the
 
 def test_a_stale_group_is_stale_although_it_was_scored() -> None:
     builder = RecordBuilder(steps=2)
-    built = [builder.record(), builder.opened(), *builder.group([1.0], version=0), builder.entry("stale", groups=(0,), step=1)]
+    built = [*builder.start(), *builder.group([1.0], version=0), builder.entry("stale", groups=(0,), step=1)]
     assert report_of(built)["groups"]["stale"] == 1
 
 
@@ -256,7 +247,7 @@ def test_a_run_that_has_hardly_begun_has_a_report_of_what_is_known() -> None:
 
 def test_the_report_is_strict_json_even_when_a_loss_was_not_a_number() -> None:
     builder = RecordBuilder(steps=1)
-    built = [builder.record(), builder.opened(), builder.step(0, [], begun_s=float("nan")), builder.closed()]
+    built = [*builder.start(), builder.step(0, [], begun_s=float("nan")), builder.closed()]
     json.dumps(report_of(built), allow_nan=False)
 
 
@@ -310,7 +301,7 @@ def test_a_stopped_run_says_how_to_resume_it(report: dict[str, Any]) -> None:
 
 def test_the_cause_of_a_failed_run_stands_in_its_text() -> None:
     builder = RecordBuilder(steps=5)
-    built = [builder.record(), builder.opened(), builder.closed("failed", steps=0, reason="too many groups were filtered")]
+    built = [*builder.start(), builder.closed("failed", steps=0, reason="too many groups were filtered")]
     assert "failed: too many groups were filtered" in as_text(report_of(built))
 
 

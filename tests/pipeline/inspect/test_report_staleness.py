@@ -5,9 +5,8 @@ import pytest
 from penstock.pipeline.inspect.report import figures
 from penstock.pipeline.inspect.report.summary import summarise
 from penstock.pipeline.inspect.report.text import as_text
-from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import StepFacts
-from tests.support.a_run import RUN, RecordBuilder, as_records
+from tests.support.a_run import RecordBuilder, view_of
 
 STEPS = [
     StepFacts(step=0, version=0, time_s=1.0, groups=(0,), metrics={
@@ -38,7 +37,7 @@ def test_without_steps_nothing_is_known() -> None:
 
 
 def test_engines_of_all_rollout_workers_are_added_up_and_named_in_the_text() -> None:
-    builder, view = RecordBuilder(steps=2), RunView(run=RUN)
+    builder = RecordBuilder(steps=2)
     records = [
         *builder.whole(),
         builder.measured_by("rollout-0", "final", engine_swaps=3.0, engine_swap_stall_s=0.12, engine_swap_stall_max_s=0.06,
@@ -46,8 +45,7 @@ def test_engines_of_all_rollout_workers_are_added_up_and_named_in_the_text() -> 
         builder.measured_by("rollout-1", "final", engine_swaps=1.0, engine_swap_stall_s=0.08, engine_swap_stall_max_s=0.08,
                            engine_occupancy=0.9, engine_prefix_cache_queries=10.0, engine_prefix_cache_hits=1.0, aborted_groups=2.0),
     ]  # fmt: skip
-    for record in as_records(records):
-        view.fold(record)
+    view = view_of(records)
     found = figures.engines(view)
     assert found == {
         "swaps": 4.0,

@@ -15,10 +15,11 @@ from penstock.pipeline.inspect.run_view import KEPT, RunView, read_view
 from penstock.pipeline.inspect.stall import waiting_for
 from penstock.pipeline.inspect.status import WATCHED, standing
 from penstock.pipeline.runtime.topic_reader import RunReader
-from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
+from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.internal import state
 from penstock.topics.wire.record import Outgoing, Record
-from tests.support.a_run import RUN, RecordBuilder, as_records
+from tests.support.a_run import RUN, RecordBuilder, as_records, interleaved
+from tests.support.page_records import log_with, write
 
 STEPS = 60
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))]
@@ -33,14 +34,7 @@ def forgetting_early(monkeypatch: pytest.MonkeyPatch) -> None:
 @cache
 def recorded(seed: int = 0, *, steps: int = STEPS) -> tuple[Record, ...]:
     """A run's records, topics interleaved at random."""
-    records = as_records(list(RecordBuilder(steps=steps).whole()))
-    waiting = {topic: [record for record in records if record.topic == topic] for topic in {record.topic for record in records}}
-    draw, mixed = random.Random(seed), list[Record]()
-    while waiting:
-        topic = draw.choice(sorted(waiting))
-        mixed.append(waiting[topic].pop(0))
-        if not waiting[topic]:
-            del waiting[topic]
+    mixed = interleaved(as_records(RecordBuilder(steps=steps).whole()), seed)
     return tuple(record for record in mixed if not record.topic.endswith(".rollouts"))
 
 
@@ -99,19 +93,6 @@ def test_a_record_that_was_forgotten_changes_nothing_when_it_comes_again() -> No
     assert said(view) == before
 
 
-def logged(records: Sequence[Record]) -> MemoryLog:
-    log = MemoryLog()
-    log.create_topics({**topics_of(RUN, partitions=1), RUNS_TOPIC: RUNS_SPEC})
-    write(log, records)
-    return log
-
-
-def write(log: MemoryLog, records: Sequence[Record]) -> None:
-    producer = log.producer()
-    for record in records:
-        producer.send(Outgoing(topic=record.topic, partition=0, key=record.key, headers=record.headers, value=record.value))
-
-
 def save(log: MemoryLog) -> None:
     """What the tracker does."""
     partitions = [(f"{RUN}.{topic}", 0) for topic in WATCHED]
@@ -131,7 +112,7 @@ def look(log: MemoryLog) -> tuple[RunView, int]:
 def test_who_looks_reads_what_came_after_the_newest_saved_view_and_no_more() -> None:
     records = recorded()
     cut = len(records) - 40
-    log = logged(records[:cut])
+    log = log_with(records[:cut])
     save(log)
     write(log, records[cut:])
     view, read = look(log)
@@ -141,14 +122,14 @@ def test_who_looks_reads_what_came_after_the_newest_saved_view_and_no_more() -> 
 
 @pytest.mark.parametrize("value", [b"noise", state.encode(state.State(worker="w", positions='{"ledger/0": 3}', view='{"format": 99}'))])
 def test_without_a_usable_saved_view_everything_is_read(value: bytes) -> None:
-    log = logged(recorded())
+    log = log_with(recorded())
     headers = state.headers(state.State(worker="w", positions="{}", view="{}"), run=RUN).encode(value)
-    log.producer().send(Outgoing(topic=f"{RUN}.state", partition=0, key=state.KEY, headers=headers, value=value))
+    write(log, [Outgoing(topic=f"{RUN}.state", partition=0, key=state.KEY, headers=headers, value=value)])
     assert said(look(log)[0]) == said(folded(recorded()))
 
 
 def test_a_saved_view_that_has_seen_what_the_log_has_lost_is_not_used() -> None:
-    log = logged(recorded())
+    log = log_with(recorded())
     save(log)
     assert newest(log, RUN)[1]
     log.truncate((f"{RUN}.ledger", 0), 20)

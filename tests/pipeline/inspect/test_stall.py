@@ -9,7 +9,7 @@ from penstock.pipeline.inspect import stall
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.stall import Generated, RunSnapshot, Stuck
 from penstock.topics.wire.record import Outgoing
-from tests.support.a_run import CREATED_S, RecordBuilder, as_records
+from tests.support.a_run import CREATED_S, RecordBuilder, view_of
 
 WORKERS = ("feeder", "rollout-0", "rollout-1", "scorer-0", "trainer")
 
@@ -49,10 +49,7 @@ class Told:
 
     @property
     def view(self) -> RunView:
-        view = RunView(run=self.builder.run)
-        for record in as_records(self.records):
-            view.fold(record)
-        return view
+        return view_of(self.records)
 
     def stuck(self, **more: Any) -> Stuck:
         view = self.view
@@ -118,15 +115,12 @@ def test_a_role_that_nobody_fills_is_named(workers: tuple[str, ...], stage: str,
     assert Told().begun(version="trainer" in workers, workers=workers).stuck() == Stuck(stage=stage, group=None, reason=reason)
 
 
-def test_a_scorer_that_is_missing_is_named_once_the_group_is_complete():
+def test_a_scorer_that_is_missing_is_named_once_the_group_is_complete_and_with_the_cause_if_it_failed():
     built = Told().begun(workers=("feeder", "rollout-0", "trainer")).prompts(2)
-    assert built.stuck(generated=Generated(samples=4, newest_s=None)).reason.endswith("complete; no scorer")
-
-
-def test_a_role_whose_last_worker_failed_is_named_with_the_cause():
-    built = Told().begun(workers=("feeder", "rollout-0", "trainer")).prompts(2)
+    complete = Generated(samples=4, newest_s=None)
+    assert built.stuck(generated=complete).reason.endswith("complete; no scorer")
     built.records.append(built.builder.measured_by("scorer-0", "final", labels={"error": "no space left"}))
-    assert built.stuck(generated=Generated(samples=4, newest_s=None)).reason.endswith("complete; no scorer; scorer-0 failed: no space left")
+    assert built.stuck(generated=complete).reason.endswith("complete; no scorer; scorer-0 failed: no space left")
 
 
 def test_a_partition_without_an_owner_is_named():

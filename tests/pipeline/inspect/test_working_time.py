@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.pipeline.inspect.report.summary import summarise
-from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import PAUSE_S, WorkingTime
-from tests.support.a_run import RUN, RecordBuilder, as_records
+from tests.support.a_run import RecordBuilder, view_of
 
 
 @given(st.lists(st.integers(0, 2000), min_size=1, max_size=60))
@@ -53,10 +52,7 @@ def test_a_silence_that_a_restarted_worker_ends_is_a_pause_and_one_that_goes_on_
             records.append(builder.measured_by("scorer-0", incarnation=incarnation))
             builder.now_s += 1.0
         builder.now_s -= 1.0
-    view = RunView(run=RUN)
-    for record in as_records(records):
-        view.fold(record)
-    assert view.worked.between(0.0, builder.now_s) == pytest.approx(worked_s)
+    assert view_of(records).worked.between(0.0, builder.now_s) == pytest.approx(worked_s)
 
 
 def test_start_training_and_end_add_up_to_the_time_of_a_run_that_was_paused_for_an_hour() -> None:
@@ -70,10 +66,7 @@ def test_start_training_and_end_add_up_to_the_time_of_a_run_that_was_paused_for_
         records += builder.round(step)
     builder.now_s += 5.0
     records.append(builder.closed())
-    view = RunView(run=RUN)
-    for record in as_records(records):
-        view.fold(record)
-    time = summarise(view)["time"]
+    time = summarise(view_of(records))["time"]
     assert (time["start_s"], time["train_s"], time["end_s"]) == (10.0, 4.0, 5.0)
     assert time["wall_s"] == 19.0
     assert time["paused_s"] == 3600.0

@@ -31,13 +31,14 @@ def look_until(keeper: BrokerKeeper, holds: Callable[[], bool], *, limit_s: floa
     return None
 
 
+INFO = embedded.BrokerInfo(bootstrap="127.0.0.1:9", pid=1, running=True, home=Path(), log_file=Path(), started_s=0.0, risk=None, ended=None)
+
+
 class StandIn:
     """Stands in for the embedded broker: it dies, is stopped, and starts unless a start is refused."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.info = embedded.BrokerInfo(
-            bootstrap="127.0.0.1:9", pid=1, running=True, home=Path(), log_file=Path(), started_s=0.0, risk=None, ended=None
-        )
+        self.info = INFO
         self.refusal: str | None = None
         monkeypatch.setattr(embedded, "status", lambda: self.info)
         monkeypatch.setattr(embedded, "start", self.start)
@@ -69,13 +70,10 @@ def test_a_broker_that_died_is_started_and_one_that_was_stopped_is_not(monkeypat
     keeper = keeper_of("127.0.0.1:9", said)
     broker.end("the broker was killed")
     assert checked(keeper, 60) is None
-    assert keeper.up
-    assert said == ["the broker was killed; restarting it", "the broker at 127.0.0.1:9 was restarted"]
+    assert keeper.up and said == ["the broker was killed; restarting it", "the broker at 127.0.0.1:9 was restarted"]
     broker.end(None)
     assert checked(keeper, 60) is None
-    assert not keeper.up
-    assert not broker.info.running
-    assert "was stopped" in said[2]
+    assert not keeper.up and not broker.info.running and "was stopped" in said[2]
 
 
 def test_a_broker_whose_start_is_refused_again_and_again_is_given_up_with_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,32 +109,13 @@ def test_a_broker_that_was_killed_serves_again_and_one_that_was_stopped_stays_so
     assert "was stopped" in said[2]
 
 
-@pytest.mark.slow
-def test_a_broker_that_cannot_be_started_again_is_given_up_with_the_cause(new_home: Callable[[], Path], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PENSTOCK_HOME", str(new_home()))
-    said: list[str] = []
-    found = embedded.start()
-    keeper = keeper_of(found.bootstrap, said, max_restarts=1)
-    (found.home / "broker" / "data" / "meta.properties").write_text("version=1\ncluster.id=another\nnode.id=7\n")
-    assert found.pid is not None
-    os.kill(found.pid, signal.SIGKILL)
-    given_up = look_until(keeper, lambda: False)
-    assert given_up is not None
-    assert "the broker exited during startup" in given_up
-    assert "2 times in a row, run.max_restarts = 1" in given_up
-    assert not any("was stopped" in line for line in said)
-
-
 def test_a_keeper_passes_on_what_a_start_after_a_kill_may_have_cost(monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
     keeper = keeper_of("127.0.0.1:9", said)
-    found = embedded.BrokerInfo(
-        bootstrap="127.0.0.1:9", pid=1, running=True, home=Path(), log_file=Path(), started_s=1.0, risk="a transaction may hang"
-    )
-    monkeypatch.setattr(embedded, "start", lambda: found)
+    monkeypatch.setattr(embedded, "start", lambda: replace(INFO, risk="a transaction may hang"))
     keeper._start()
     assert said == ["a transaction may hang"]
-    monkeypatch.setattr(embedded, "start", lambda: replace(found, risk=None))
+    monkeypatch.setattr(embedded, "start", lambda: INFO)
     keeper._start()
     assert len(said) == 1
 

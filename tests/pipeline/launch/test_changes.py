@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -16,11 +16,10 @@ from penstock.pipeline.inspect.audit import report as audit_report
 from penstock.pipeline.inspect.audit.facts import Facts
 from penstock.pipeline.inspect.report.summary import summarise
 from penstock.pipeline.inspect.report.text import as_text
-from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.launch.check.changes import code_digests, with_changes
 from penstock.pipeline.rewards import functions as rewards
 from penstock.topics.runs import RunRecord
-from tests.support.a_run import RUN, RecordBuilder, as_records
+from tests.support.a_run import RecordBuilder, view_of
 
 ROWS = "".join(json.dumps({"prompt": f"{number}+1=", "answer": str(number + 1)}) + "\n" for number in range(8))
 CODE = "def reward(completions, **_):\n    return [0.0 for _ in completions]\n\n\nclass Game:\n    pass\n"
@@ -135,20 +134,19 @@ def test_a_run_of_an_earlier_release_whose_record_lacks_digests_goes_on(made: tu
     assert with_changes(old, config, notify=pytest.fail) is old
 
 
-CHANGES = [{"what": "reward rew.py:reward", "before": "1" * 64, "after": "2" * 64, "time_ns": 0}]
+CHANGE = {"what": "reward rew.py:reward", "before": "1" * 64, "after": "2" * 64}
 
 
 def test_report_and_audit_repeat_a_change_with_the_steps_that_were_done_before() -> None:
-    builder, view = RecordBuilder(steps=4), RunView(run=RUN)
-    records = [builder.record(), builder.opened()]
+    builder = RecordBuilder(steps=4)
+    records = builder.start()
     for step in range(4):
         builder.now_s += 1.0
         records.append(builder.entry("step", step=step, version=step, metrics={}))
-    for record in as_records(records):
-        view.fold(record)
+    view = view_of(records)
     assert view.record is not None
     moment = int((view.steps[1].time_s + 0.5) * 1e9)
-    changes = [{**CHANGES[0], "time_ns": moment}]
+    changes = [{**CHANGE, "time_ns": moment}]
     view.record = replace(view.record, info=json.dumps({**json.loads(view.record.info), "changes": changes}))
     report = summarise(view)
     assert [change["steps"] for change in report["changed"]] == [2]
@@ -157,15 +155,12 @@ def test_report_and_audit_repeat_a_change_with_the_steps_that_were_done_before()
     assert "reward rew.py:reward after 2 steps: 111111111111 -> 222222222222" in text
     entries = [SimpleNamespace(entry=SimpleNamespace(kind="step", time_ns=int(view.steps[step].time_s * 1e9))) for step in range(4)]
     facts = cast(Facts, SimpleNamespace(changes=changes, entries=entries))
-    assert [next(audit_report._about_the_run(facts))] == [
+    assert next(audit_report._about_the_run(facts)) == (
         "reward rew.py:reward was changed while the run was stopped, after 2 steps: 111111111111 -> 222222222222"
-    ]
+    )
 
 
 def test_a_report_of_a_run_in_which_nothing_was_changed_says_nothing() -> None:
-    builder, view = RecordBuilder(), RunView(run=RUN)
-    for record in as_records([builder.record(), builder.opened()]):
-        view.fold(record)
-    report: dict[str, Any] = summarise(view)
+    report = summarise(view_of(RecordBuilder().start()))
     assert report["changed"] == []
     assert "hanged" not in as_text(report, directory=None)

@@ -30,8 +30,7 @@ def test_a_vllm_for_the_cpu_next_to_gpus_is_a_failure(monkeypatch: pytest.Monkey
     assert not list(doctor._engine(None))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     (finding,) = doctor._engine(None)
-    assert finding.level == "fail"
-    assert "make gpu" in finding.do
+    assert finding.level == "fail" and "make gpu" in finding.do
 
 
 @pytest.mark.costly
@@ -52,27 +51,24 @@ def test_gpus_that_torch_cannot_use_for_an_old_driver_are_a_failure_that_names_t
 def test_a_version_other_than_the_pinned_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "requirements", lambda: {"numpy": ("<1.0", "")})
     found = doctor._package(Package(module="numpy", name="numpy", purpose="payloads", extra=""), imports=True)
-    assert found.level == "fail"
-    assert "expected <1.0" in found.found
+    assert found.level == "fail" and "expected <1.0" in found.found
 
 
 def test_a_package_that_breaks_while_it_is_imported_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_for_doctor.py").write_text("print('hello')\nraise RuntimeError('no\\nway')\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     found = doctor._package(Package(module="broken_for_doctor", name="numpy", purpose="tests", extra="data"), imports=True)
-    assert found.level == "fail"
-    assert "RuntimeError: no way" in found.found
+    assert found.level == "fail" and "RuntimeError: no way" in found.found
 
 
-def test_a_state_directory_that_cannot_be_written_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_directory_on_a_full_disk_is_worth_a_warning_and_one_that_cannot_be_written_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "MIN_DISK_GIB", 1e9)
+    assert doctor._state().level == "warn"
     (tmp_path / "file").touch()
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "file" / "home"))
     assert doctor._state().level == "fail"
-
-
-def test_a_full_disk_is_worth_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "MIN_DISK_GIB", 1e9)
-    assert doctor._state().level == "warn"
 
 
 def test_a_broker_is_reached_or_not() -> None:
@@ -80,9 +76,7 @@ def test_a_broker_is_reached_or_not() -> None:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert doctor._broker(f"127.0.0.1:1,{address}").level == "ok"
     gone = doctor._broker(address)
-    assert gone.level == "fail"
-    assert address in gone.found
-    assert gone.do
+    assert gone.level == "fail" and address in gone.found and gone.do
 
 
 def test_the_embedded_broker_of_the_session_answers(broker: str) -> None:
@@ -92,16 +86,8 @@ def test_the_embedded_broker_of_the_session_answers(broker: str) -> None:
 
 def test_what_is_not_well_always_says_what_to_do() -> None:
     findings = list(doctor.examine(bootstrap="127.0.0.1:1"))
-    assert {finding.name for finding in findings} >= {
-        "python",
-        "numpy",
-        "kafka-python",
-        "crc32c in C",
-        "state directory",
-        "memory",
-        "cores",
-        "broker",
-    }
+    names = {"python", "numpy", "kafka-python", "crc32c in C", "state directory", "memory", "cores", "broker"}
+    assert {finding.name for finding in findings} >= names
     assert all(finding.do for finding in findings if finding.level != "ok")
     assert "1 failed" in doctor.summary(findings)
 

@@ -37,9 +37,8 @@ def test_a_warm_up_up_to_the_last_step_is_as_it_was_set(warmup: int) -> None:
 
 @pytest.mark.parametrize(("epochs", "rows", "prompts"), [(1.0, 3, 8), (2.0, 3, 8), (0.5, 8, 8), (1.0, 1, 2), (0.01, 100, 4)])
 def test_epochs_that_are_shorter_than_a_step_are_refused(epochs: float, rows: int, prompts: int) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"^run\.epochs = {epochs:g}: {rows} rows yield {int(epochs * rows)} prompts, fewer than one step needs; "
-    ):
+    line = rf"^run\.epochs = {epochs:g}: {rows} rows yield {int(epochs * rows)} prompts, fewer than one step needs; "
+    with pytest.raises(ConfigError, match=line):
         said(config_of(run={"epochs": epochs}, schedule={"prompts_per_step": prompts}), rows=rows)
 
 

@@ -22,13 +22,8 @@ from penstock.pipeline.launch.restart_policy import (
 )
 from penstock.pipeline.runtime.exit_status import BROKEN, NO_RETRY, exit_status
 
-ANY_DEATH = st.builds(
-    WorkerExit,
-    at_s=st.floats(0, 1e6),
-    status=st.sampled_from([1, -9, -15, -11, 137]),
-    progress=st.booleans(),
-    excused=st.booleans(),
-)
+STATUSES = st.sampled_from([1, -9, -15, -11, 137])
+ANY_DEATH = st.builds(WorkerExit, at_s=st.floats(0, 1e6), status=STATUSES, progress=st.booleans(), excused=st.booleans())
 HISTORIES = st.lists(ANY_DEATH, min_size=1, max_size=12)
 RULES = st.builds(Rules, restart=st.just("on-failure"), max_restarts=st.integers(0, 8))
 

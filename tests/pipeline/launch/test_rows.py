@@ -63,16 +63,8 @@ GOOD = {"prompt": "p", "answer": "a", "level": 1}
     [
         ({"prompt": "p", "answer": "a", "levle": 2}, "rew.py:graded", "needs the column 'level', .*did you mean 'levle'"),
         ({"prompt": "p", "level": 1}, "exact_match", r'needs the column .answer., .*or to "" if no reward function needs answers'),
-        (
-            {"prompt": "p", "answer": None},
-            "exact_match",
-            r"the answer \(column 'answer'\) is null, which the reward exact_match cannot compare",
-        ),
-        (
-            {"prompt": "p", "answer": ""},
-            "math_verify",
-            r"is empty text, which the reward math_verify cannot compare: expected text, a number",
-        ),
+        ({"prompt": "p", "answer": None}, "exact_match", r"the answer \(column 'answer'\) is null, which the reward exact_match cannot"),
+        ({"prompt": "p", "answer": ""}, "math_verify", "is empty text, which the reward math_verify cannot compare: expected text, a"),
         ({"prompt": "p", "answer": {"style": "rule"}}, "exact_match", "is a dict with the keys style, which"),
         ({"prompt": "p", "answer": float("nan")}, "exact_match", "is null, which"),
         ({"prompt": "p", "answer": float("inf")}, "exact_match", "that column contains an infinite number, which JSON cannot represent"),
@@ -142,21 +134,12 @@ def test_columns_that_no_reward_gets_or_that_have_a_name_of_the_run_are_told_onc
 
 @pytest.mark.parametrize(
     ("ending", "tag"),
-    [
-        ("<think>\n", "<think>"),
-        ("<answer>", "<answer>"),
-        ("<assistant>\n", None),
-        ("<s>", None),
-        ("<think>\n\n</think>\n\n", None),
-        ("", None),
-    ],
+    [("<think>\n", "<think>"), ("<answer>", "<answer>"), ("<s>", None), ("<think>\n\n</think>\n\n", None), ("", None)],
 )
 def test_a_tag_that_the_template_opens_is_told_once_because_rewards_do_not_get_it(
     read: Read, tmp_path: Path, ending: str, tag: str | None
 ) -> None:
-    (tmp_path / "t.jinja").write_text(
-        "{% for m in messages %}{{ m.content }}</s>{% endfor %}" + f"{{% if add_generation_prompt %}}{ending}{{% endif %}}"
-    )
+    (tmp_path / "t.jinja").write_text(ENDS + f"{{% if add_generation_prompt %}}{ending}{{% endif %}}")
     _, said = read([GOOD, GOOD], data={"chat_template": str(tmp_path / "t.jinja")})
     notes = [line for line in said if "completions start after it" in line]
     where = f"{tmp_path}/rows.jsonl:1: the prompt ends with {tag}: completions start after it; reward functions do not get it"

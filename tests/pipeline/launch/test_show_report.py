@@ -10,20 +10,15 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.infra.paths import run_directory
 from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.launch.launcher import show_report
-from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from tests.support.a_run import RUN, RecordBuilder
+from tests.support.page_records import log_with
 
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MemoryLog:
     """A finished run of two steps, whose folder is empty."""
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
-    log = MemoryLog()
-    log.create_topics({RUNS_TOPIC: RUNS_SPEC, **topics_of(RUN, partitions=8)})
-    producer = log.producer()
-    for outgoing in RecordBuilder(steps=2).whole():
-        producer.send(outgoing)
-    return log
+    return log_with(RecordBuilder(steps=2).whole())
 
 
 def test_a_run_without_the_trackers_report_is_reported_from_its_log(log: MemoryLog, capsys: pytest.CaptureFixture[str]) -> None:

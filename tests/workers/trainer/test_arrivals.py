@@ -1,6 +1,7 @@
 """Who may end a run: an evaluation where the owner has set early stopping, the feeder where epochs end the run; nobody else."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,8 +10,8 @@ import pytest
 from penstock.pipeline.runtime.roles import acl_rules
 from penstock.topics import metrics
 from penstock.topics.metrics import Measurement
-from penstock.topics.wire.record import Record
 from penstock.workers.trainer.inbox import Arrivals
+from tests.support.a_run import outgoing, stored
 
 STOP = {"ask": "stop", "reason": "good enough"}
 
@@ -19,9 +20,8 @@ def arrivals(*, early: bool = True, role: str = "evaluator", epochs: int | None 
     config = SimpleNamespace(run=SimpleNamespace(epochs=epochs), stops_early=early, evaluating_role=role)
     session = SimpleNamespace(run="r", config=config, dead_letters=SimpleNamespace(decoding=lambda _: nullcontext()), topic="r.{}".format)
     rated: list[Any] = []
-    writer = SimpleNamespace(
-        state=SimpleNamespace(manifests={}), checkpoints=SimpleNamespace(rate=lambda *said: rated.append(said)), rated=rated
-    )
+    checkpoints = SimpleNamespace(rate=lambda *said: rated.append(said))
+    writer = SimpleNamespace(state=SimpleNamespace(manifests={}), checkpoints=checkpoints, rated=rated)
     selector = SimpleNamespace(finished_groups=3)
     return Arrivals(cast("Any", session), cast("Any", writer), cast("Any", SimpleNamespace(selector=selector)), cast("Any", None), [], {})
 
@@ -30,11 +30,7 @@ def heard(
     found: Arrivals, *, worker: str, role: str, kind: str = "eval", version: int | None = 1, topic: str | None = None, **said: Any
 ) -> Arrivals:
     measurement = Measurement(worker=worker, role=role, incarnation="a", seq=0, kind=cast("Any", kind), time_ns=1, version=version, **said)
-    value = metrics.encode(measurement)
-    headers = metrics.headers(measurement, run="r").encode(value)
-    found._receive(
-        Record(topic=f"r.{topic or f'control-{role}'}", partition=0, offset=0, timestamp_ms=0, key=None, headers=headers, value=value)
-    )
+    found._receive(replace(stored(outgoing(metrics, measurement, run="r")), topic=f"r.{topic or f'control-{role}'}"))
     return found
 
 

@@ -1,5 +1,6 @@
 """Each ledger entry has the digest of the one before, and lists the evaluations that the trainer has read since: each once."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.topics import ledger, metrics
 from penstock.topics.catalogue import control_topic
 from penstock.topics.metrics import Measurement
-from penstock.topics.wire.record import Outgoing
+from tests.support.a_run import outgoing
 from tests.support.trainer_alone import config_for, group_of, killed, trained, write_groups, written
 from tests.support.worker_set import records_of
 
@@ -19,13 +20,11 @@ RUN = "chained"
 
 def evaluate(log: Log, version: int) -> str:
     """Write the evaluation of a version as an evaluator does; returns the digest of its payload."""
-    measurement = Measurement(
-        worker="evaluator", role="evaluator", incarnation="a", seq=version, kind="eval", time_ns=1, version=version, values={"n": 8.0}
-    )
-    value = metrics.encode(measurement)
-    headers, key = metrics.headers(measurement, run=RUN).encode(value), f"evaluator/eval/{version}".encode()
-    log.producer().send(Outgoing(topic=control_topic(RUN, "evaluator"), partition=0, key=key, headers=headers, value=value))
-    return ledger.digest(value)
+    who = {"worker": "evaluator", "role": "evaluator", "incarnation": "a"}
+    measurement = Measurement(**who, seq=version, kind="eval", time_ns=1, version=version, values={"n": 8.0})  # type: ignore[arg-type]
+    sent = outgoing(metrics, measurement, run=RUN, key=f"evaluator/eval/{version}".encode())
+    log.producer().send(replace(sent, topic=control_topic(RUN, "evaluator")))
+    return ledger.digest(sent.value)
 
 
 @pytest.mark.usefixtures("checkpoints_at_once")

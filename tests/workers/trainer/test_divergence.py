@@ -26,9 +26,8 @@ def test_a_version_that_is_not_finite_is_not_published(value: float) -> None:
     log = MemoryLog()
     log.create_topics(topics_of("r", partitions=1))
     publisher = WeightPublisher(log, "r", WeightsSection(), 2)
-    with pytest.raises(
-        Diverged, match=r"optimizer step 6 made weights in layer\.weight that are not finite .* weights version 3 is not published"
-    ):
+    line = r"optimizer step 6 made weights in layer\.weight that are not finite .* weights version 3 is not published"
+    with pytest.raises(Diverged, match=line):
         publisher.finish(publisher.start(weights_of(value), version=3, step=7, manifests={}))
     assert publisher.finish(publisher.start(weights_of(2.0), version=3, step=7, manifests={})).version == 3
     publisher.close()

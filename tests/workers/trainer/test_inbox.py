@@ -11,8 +11,9 @@ import pytest
 from penstock.pipeline.scheduling.rules import preset
 from penstock.topics import groups
 from penstock.topics.wire.errors import Unusable
-from penstock.topics.wire.record import Record
+from penstock.topics.wire.record import Outgoing, Record
 from penstock.workers.trainer.inbox import GroupInbox
+from tests.support.a_run import stored
 from tests.support.number_run import RUN, scored
 
 
@@ -22,10 +23,8 @@ def records_of(count: int, *, outcome: str = "scored", max_bytes: int = groups.M
     for group in scored(count, outcome=outcome):
         parts.append([])
         for headers, value in groups.encode_parts(group, run=RUN, worker="scorer-0", max_bytes=max_bytes):
-            encoded = headers.encode(value)
-            parts[-1].append(
-                Record(topic=f"{RUN}.groups", partition=0, offset=offset, timestamp_ms=0, key=None, headers=encoded, value=value)
-            )
+            sent = Outgoing(topic=f"{RUN}.groups", partition=0, key=None, headers=headers.encode(value), value=value)
+            parts[-1].append(stored(sent, offset))
             offset += 1
     return parts
 
@@ -37,13 +36,8 @@ class Inbox(GroupInbox):
         self.letters: list[tuple[int, str]] = []
         self.duplicates: list[str] = []
         schedule = preset("pipelined", prompts_per_step=2, samples_per_prompt=4, steps_per_version=1)
-        super().__init__(
-            run=RUN,
-            schedule=schedule,
-            dead_letter=lambda record, error: self.letters.append((record.offset, error.kind)),
-            duplicate=self.duplicates.append,
-            **more,
-        )
+        letter = lambda record, error: self.letters.append((record.offset, error.kind))  # noqa: E731
+        super().__init__(run=RUN, schedule=schedule, dead_letter=letter, duplicate=self.duplicates.append, **more)
 
     def numbers(self, *, learner_version: int = 0) -> list[int]:
         """The groups that can be taken now."""
@@ -145,9 +139,8 @@ def test_a_group_that_would_end_the_trainer_is_set_aside_and_the_next_one_is_tra
     if "support" in one:
         support = np.stack([first.token_ids, np.full_like(first.token_ids, 512)], axis=1).ravel()
         rollout = replace(rollout, support=support)
-    spoilt = replace(
-        group, samples=(replace(group.samples[0], rollout=rollout), *group.samples[1:]), **{name: arrays[name] for name in whole}
-    )
+    samples = (replace(group.samples[0], rollout=rollout), *group.samples[1:])
+    spoilt = replace(group, samples=samples, **{name: arrays[name] for name in whole})
     ((headers, value),) = groups.encode_parts(spoilt, run=RUN, worker="scorer-0")
     inbox.receive(replace(parts[0][0], headers=headers.encode(value), value=value))
     inbox.receive(parts[1][0])

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 
 from penstock.infra import faults
-from penstock.infra.faults import VARIABLE
 from penstock.infra.log import Log
 from penstock.infra.memory.log import MemoryLog
 from penstock.topics import weights
 from penstock.workers.trainer import weight_publisher
 from tests.support import small_chunks
 from tests.support.own_broker import OwnBroker
-from tests.support.processes import Processes
 from tests.support.trainer_alone import config_for, group_of, trained, written
 from tests.support.worker_set import PIPELINE, WorkerSet, audited, complete, config_of, records_of
 
@@ -74,30 +72,6 @@ def whole(broker: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactor
     """The report of an undisturbed run with all its workers, and its configuration."""
     config = config_of(tiny_model, tmp_path_factory.mktemp("worker_set"), run={"steps": 4, "seed": 7}, rollout={"workers": 1})
     return complete(broker, f"published-in-peace-{uuid.uuid4().hex[:6]}", config), config  # several processes may test on one broker
-
-
-@pytest.mark.slow
-def test_a_trainer_process_killed_after_every_chunk_of_three_versions_one_after_the_other_ends_in_the_same_weights(
-    broker: str, whole: Any, run_id: str, tmp_path: Path
-) -> None:
-    plain, config = whole
-    with WorkerSet(broker, run_id) as worker_set, Processes(broker, run_id, tmp_path) as trainer:
-        worker_set.create(config, ("rollout", "scorer", "feeder"))
-        for _ in range(VERSIONS):
-            for chunk in range(1, CHUNKS + 1):  # of the same version: what the dead one has sent belongs to none
-                trainer.start("trainer", environment={VARIABLE: f"chunk.sent:{chunk}"}, before=small_chunks.cut_small)
-                assert trainer.ended("trainer", limit_s=400.0) == -9, trainer.text("trainer")
-            published = len(chunk_counts(worker_set.log, run_id))
-            trainer.start("trainer", environment={VARIABLE: "ledger.version.after"}, before=small_chunks.cut_small)
-            assert trainer.ended("trainer", limit_s=400.0) == -9, trainer.text("trainer")
-            assert len(chunk_counts(worker_set.log, run_id)) == published + 1
-        trainer.start("trainer", before=small_chunks.cut_small)
-        assert trainer.ended("trainer", limit_s=400.0) == 0, trainer.text("trainer")
-        worker_set.wait()
-        report = worker_set.report()
-    assert audited(broker, run_id).clean
-    assert report["weights"]["digest"] == plain["weights"]["digest"]
-    assert report["groups"] == plain["groups"]
 
 
 @pytest.mark.slow

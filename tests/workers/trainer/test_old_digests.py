@@ -6,9 +6,8 @@ import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.workers.trainer import worker
-from tests.support.deaths import dying_at
-from tests.support.trainer_alone import config_for, group_of, trained, written
-from tests.support.worker_set import WorkerSet, audited
+from tests.support.trainer_alone import config_for, group_of, killed, trained, written
+from tests.support.worker_set import audited
 
 
 def test_a_trainer_goes_on_in_the_hash_function_that_the_run_was_begun_with(
@@ -18,10 +17,7 @@ def test_a_trainer_goes_on_in_the_hash_function_that_the_run_was_begun_with(
     written(log, run_id, config_for(tiny_model, tmp_path), [group_of(n, version=max(0, n // 2 - 1)) for n in range(12)])
     with monkeypatch.context() as earlier:
         earlier.setattr(worker, "HASH", "sha256")
-        with WorkerSet(log, run_id) as worker_set, dying_at("ledger.step.after:3") as dead:
-            worker_set.start("trainer")
-            worker_set.wait(dead.is_set)
-            worker_set.abandon("trainer")
+        killed(log, run_id, "ledger.step.after:3")
     found = trained(log, run_id)
     assert found["status"] == "finished"
     assert {":" in digest for _, digest in found["versions"]} == {False}

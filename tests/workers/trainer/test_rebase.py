@@ -19,8 +19,7 @@ from penstock.pipeline.replay.steps import ReplayRequest
 from penstock.pipeline.replay.verify import ReplayResult, replay
 from penstock.pipeline.runtime.factories import make_backend
 from penstock.workers.trainer import resuming
-from tests.support.deaths import dying_at
-from tests.support.trainer_alone import config_for, group_of, trained, written
+from tests.support.trainer_alone import config_for, group_of, killed, trained, written
 from tests.support.worker_set import WorkerSet, audited, config_of
 
 torch = pytest.importorskip("torch")
@@ -78,10 +77,7 @@ def test_a_run_whose_trainer_is_killed_again_and_again_ends_and_tells_of_three_r
     with WorkerSet(log, run_id) as worker_set:
         worker_set.create(config, ("rollout", "scorer", "feeder"))
         for fault in DEATHS[deaths]:
-            with dying_at(fault) as dead:
-                worker_set.start("trainer")
-                worker_set.wait(dead.is_set)
-                worker_set.abandon("trainer")
+            killed(log, run_id, fault)
         worker_set.start("trainer")
         worker_set.wait()
         report = worker_set.report()
@@ -100,9 +96,8 @@ def test_a_run_whose_trainer_is_killed_again_and_again_ends_and_tells_of_three_r
     assert audit_report.as_text(audit).count("note: rebased after") == 3
 
     last = report["groups"]["admitted"] - 1
-    life = as_json.explain(
-        log, run_id, next(n for n in range(last, 0, -1) if n in read_ledger_history(log, run_id).trained), notify=lambda _: None
-    )
+    group = next(n for n in range(last, 0, -1) if n in read_ledger_history(log, run_id).trained)
+    life = as_json.explain(log, run_id, group, notify=lambda _: None)
     assert [found["entry"] for found in life["step"]["rebased"]] == [entry.seq for entry in rebased]
     assert text.as_page(life).count("rebased after") == 3
 
@@ -113,10 +108,7 @@ def test_a_run_that_is_to_stop_stops(run_id: str, tiny_model: Path, tmp_path: Pa
     log = MemoryLog()
     with WorkerSet(log, run_id) as worker_set:
         worker_set.create(config, ("rollout", "scorer", "feeder"))
-        with dying_at("ledger.step.after:1") as dead:
-            worker_set.start("trainer")
-            worker_set.wait(dead.is_set)
-            worker_set.abandon("trainer")
+        killed(log, run_id, "ledger.step.after:1")
         worker_set.start("trainer")
         with pytest.raises(AssertionError, match="step 0 repeated from the log gave"):
             worker_set.wait()
@@ -130,9 +122,8 @@ def test_a_replay_crosses_a_rebase_by_the_checkpoint_that_was_made_there(
     written(log, run_id, config, [group_of(number, version=max(0, number // 2 - 1)) for number in range(12)])
     ulps = iter((0, 1))  # the second trainer gets other bits while it repeats the first three steps
     with monkeypatch.context() as patch:
-        patch.setattr(
-            policy_trainer, "make_backend", lambda *given, **named: NoisyBackend(make_backend(*given, **named), next(ulps), before=3)
-        )
+        noisy = lambda *given, **named: NoisyBackend(make_backend(*given, **named), next(ulps), before=3)  # noqa: E731
+        patch.setattr(policy_trainer, "make_backend", noisy)
         patch.setattr(resuming, "rebases", lambda *_: True)
         trained(log, run_id, "ledger.version.before:4")
 
@@ -149,6 +140,5 @@ def test_a_replay_crosses_a_rebase_by_the_checkpoint_that_was_made_there(
     shutil.rmtree(tmp_path / "kept")
     result, said = replayed()
     assert (result.matching, result.first and result.first["step"]) == (3, 3)
-    assert any(
-        "was rebased after 3 steps and the checkpoint of the rebase cannot be used (this machine does not have it)" in line for line in said
-    )
+    why = "was rebased after 3 steps and the checkpoint of the rebase cannot be used (this machine does not have it)"
+    assert any(why in line for line in said)

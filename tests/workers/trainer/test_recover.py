@@ -138,7 +138,5 @@ def test_a_trainer_that_is_asked_to_stop_says_what_it_still_finishes(tmp_path: P
     assert trainer.finishing() == "finishes step 0 if all its groups have arrived, otherwise drops it; then writes a checkpoint"
     for _ in range(2):
         trainer.train_step()
-    assert (
-        trainer.finishing()
-        == "finishes step 2 if all its groups have arrived (about 1 s), otherwise drops it; then writes a checkpoint (about 1 s)"
-    )
+    line = "finishes step 2 if all its groups have arrived (about 1 s), otherwise drops it; then writes a checkpoint (about 1 s)"
+    assert trainer.finishing() == line

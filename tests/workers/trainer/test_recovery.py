@@ -20,9 +20,8 @@ from penstock.topics import metrics
 from penstock.topics.groups import Group
 from penstock.workers.trainer.resuming import Resumed
 from penstock.workers.trainer.worker import Trainer
-from tests.support.deaths import dying_at
 from tests.support.processes import Processes
-from tests.support.trainer_alone import config_for, group_of, outcome_of, trained, write_groups, written
+from tests.support.trainer_alone import config_for, group_of, killed, stopped_after, trained, write_groups, written
 from tests.support.worker_set import WorkerSet, config_of
 
 pytestmark = pytest.mark.usefixtures("checkpoints_at_once")
@@ -47,8 +46,7 @@ KINDS: dict[str, tuple[dict[str, dict[str, Any]], list[Group]]] = {
     # killed at a checkpoint inside a round; the KL's reference stays version 0 and the rate goes on falling
     "round by round": (
         {
-            "schedule": {"mode": "synchronous", "steps_per_version": 2},
-            "algorithm": {"kl_coef": 0.1},
+            "schedule": {"mode": "synchronous", "steps_per_version": 2}, "algorithm": {"kl_coef": 0.1},
             "trainer": {"checkpoint_every": 3, "lr_schedule": "linear", "warmup_steps": 2},
         },
         rounds(12, per_version=4),
@@ -56,8 +54,7 @@ KINDS: dict[str, tuple[dict[str, dict[str, Any]], list[Group]]] = {
     # S does not divide the steps, and the moments of bfloat16 weights have masters beside them
     "a last round cut short": (
         {
-            "run": {"steps": 5, "seed": 7},
-            "schedule": {"mode": "pipelined", "steps_per_version": 2},
+            "run": {"steps": 5, "seed": 7}, "schedule": {"mode": "pipelined", "steps_per_version": 2},
             "trainer": {"checkpoint_every": 3, "dtype": "bfloat16"},
         },
         rounds(10, per_version=4),
@@ -65,14 +62,12 @@ KINDS: dict[str, tuple[dict[str, dict[str, Any]], list[Group]]] = {
     # one partition: only then is the order of arrival the same every time
     "in order of arrival, every second group dropped": (
         {
-            "schedule": {"order": "arrival", "max_lag": 9},
-            "kafka": {"partitions": 1},
-            "rollout": {"workers": 1},
+            "schedule": {"order": "arrival", "max_lag": 9}, "kafka": {"partitions": 1}, "rollout": {"workers": 1},
             "trainer": {"checkpoint_every": 3},
         },
         [group_of(number, version=0, outcome="filtered" if number % 2 else "scored") for number in range(24)],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,10 +101,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_or_the_whole_log_is_us
     written(log, f"{run_id}-plain", config, found)
     plain = trained(log, f"{run_id}-plain")
     written(log, run_id, config, found)
-    with WorkerSet(log, run_id) as worker_set, dying_at("ledger.step.after:5") as dead:
-        worker_set.start("trainer")
-        worker_set.wait(dead.is_set)
-        worker_set.abandon("trainer")
+    killed(log, run_id, "ledger.step.after:5")
     for steps in spoilt:
         spoil(tmp_path / "kept" / run_id / f"step-{steps:08d}")
     capsys.readouterr()
@@ -129,21 +121,15 @@ def test_an_orderly_stop_writes_a_checkpoint_and_a_wish_to_end_is_heard_after_a_
     )
     found = rounds(12, per_version=2)
     written(log, run_id, config, found[:6])
-    with WorkerSet(log, run_id) as worker_set:
-        worker_set.start("trainer")
-        worker_set.wait(lambda: worker_set.report()["steps"] == 3)
-        worker_set.stop("trainer")
-        write_groups(log, run_id, found[6:], partitions=config.partitions)
-        evaluator = session_of(log, run_id, "evaluator")
-        stop = {"ask": "stop", "reason": "good enough"}
-        evaluator.reporter.send(kind="eval", values={"greedy_accuracy": 1.0}, version=3, labels=stop, control=True)
-        evaluator.close(status="finished")
-        worker_set.start("trainer")
-        worker_set.wait()
-        assert worker_set.report()["status"] == "finished"
-    values = load(log, run_id).workers["trainer"].values
+    stopped_after(log, run_id, steps=3)
+    write_groups(log, run_id, found[6:], partitions=config.partitions)
+    evaluator = session_of(log, run_id, "evaluator")
+    stop = {"ask": "stop", "reason": "good enough"}
+    evaluator.reporter.send(kind="eval", values={"greedy_accuracy": 1.0}, version=3, labels=stop, control=True)
+    evaluator.close(status="finished")
+    outcome, values = trained(log, run_id), values_of(log, run_id)
+    assert (outcome["status"], len(outcome["steps"])) == ("finished", 3)  # groups for more were there
     assert (values["recovered_from_step"], values["repeated_steps"]) == (3, 0)
-    assert len(outcome_of(log, run_id)["steps"]) == 3  # groups for more were there
 
 
 def session_of(log: MemoryLog, run: str, role: str) -> Session:
@@ -162,9 +148,7 @@ def opened(session: Session) -> tuple[Trainer, Any]:
 def three_steps(run_id, log, tiny_model, tmp_path: Path) -> Callable[[], tuple[Trainer, Any]]:
     """A run of which a trainer, stopped since, has done three steps; opens another trainer for it."""
     written(log, run_id, config_for(tiny_model, tmp_path, trainer={"checkpoint_every": 0}), rounds(6, per_version=2))
-    with WorkerSet(log, run_id) as worker_set:
-        worker_set.start("trainer")
-        worker_set.wait(lambda: worker_set.report()["steps"] == 3)
+    stopped_after(log, run_id, steps=3)
     return lambda: opened(session_of(log, run_id, "trainer"))
 
 
@@ -176,12 +160,9 @@ def test_what_the_ledger_contradicts_stops_the_trainer_with_the_numbers(three_st
         ("digest", r"weights blake3:[0-9a-f]{9}…, recorded e{16}…"),
     ):
         trainer, past = three_steps()
-        changed = [
-            replace(entry, **{field: "e" * 64 if field == "digest" else getattr(entry, field) + 1})
-            if entry.kind == "step" and entry.step == 1
-            else entry
-            for entry in past.entries
-        ]
+        at = next(place for place, entry in enumerate(past.entries) if entry.kind == "step" and entry.step == 1)
+        changed, entry = list(past.entries), past.entries[at]
+        changed[at] = replace(entry, **{field: "e" * 64 if field == "digest" else getattr(entry, field) + 1})
         with pytest.raises(Unrecoverable, match=f"step 1 repeated from the log gave {built}"):
             trainer.start(Resumed(past=replace(past, entries=changed)))
 
@@ -205,18 +186,13 @@ def half(first: int, dropped: int) -> list[Group]:
 def test_drops_before_the_last_step_are_not_counted_again_after_a_restart(run_id, log, tiny_model, tmp_path: Path):
     config = config_for(tiny_model, tmp_path, schedule={"max_lag": 9, "max_drops_per_step": 6})
     written(log, run_id, config, half(0, 6))
-    with WorkerSet(log, run_id) as worker_set:
-        worker_set.start("trainer")
-        worker_set.wait(lambda: worker_set.report()["steps"] == 3)
+    stopped_after(log, run_id, steps=3)
     trainer, past = opened(session_of(log, run_id, "trainer"))
     trainer.start(Resumed(past=past))
     assert trainer.arrivals.inbox.selector.drops == past.drops == 6
     write_groups(log, run_id, half(12, 6), partitions=config.partitions)
-    with WorkerSet(log, run_id) as worker_set:
-        worker_set.start("trainer")
-        worker_set.wait()
-        assert worker_set.report()["status"] == "finished"
-    assert [dropped for *_, dropped in outcome_of(log, run_id)["steps"]] == [6, 0, 0, 6, 0, 0]
+    outcome = trained(log, run_id)
+    assert (outcome["status"], [dropped for *_, dropped in outcome["steps"]]) == ("finished", [6, 0, 0, 6, 0, 0])
 
 
 @pytest.mark.parametrize("first_half", [True, False])
@@ -228,24 +204,13 @@ def test_a_run_that_was_stopped_for_its_drops_is_resumed_and_counts_anew(run_id,
         if first_half:
             worker_set.wait(lambda: worker_set.report()["steps"] == 3)
             write_groups(log, run_id, half(12, 7), partitions=config.partitions)
-        with pytest.raises(
-            AssertionError, match=r"(\d+) groups were dropped (since|before) step ., .* \(6\): \1 filtered at reward 0\.5.*denser reward"
-        ):
+        line = r"(\d+) groups were dropped (since|before) step ., .* \(6\): \1 filtered at reward 0\.5.*denser reward"
+        with pytest.raises(AssertionError, match=line):
             worker_set.wait()
         assert worker_set.report()["status"] == "stopped"
     if not first_half:
         write_groups(log, run_id, half(13, 6), partitions=config.partitions)
-    with WorkerSet(log, run_id) as worker_set:
-        worker_set.start("trainer")
-        worker_set.wait()
-        assert worker_set.report()["status"] == "finished"
-
-
-def test_version_0_of_another_model_stops_the_trainer(three_steps: Callable[[], tuple[Trainer, Any]]):
-    trainer, past = three_steps()
-    past.ledger_state.manifests[0] = replace(past.ledger_state.manifests[0], digest="0" * 64)
-    with pytest.raises(Unrecoverable, match=r"version 0 has digest 0000.*the model directory has"):
-        trainer.start(Resumed(past=past))
+    assert trained(log, run_id)["status"] == "finished"
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_trainer_and_the_run_goes_on_when_it_can(broker, run_id, tiny_model, tmp_path: Path):
@@ -265,11 +230,9 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_trainer_and_the_run_goes_o
         with Processes(broker, run_id, tmp_path) as trainer:
             trainer.start("trainer", before=no_large_files)
             assert trainer.ended("trainer", limit_s=400.0) == 1
-            (line,) = [
-                line for line in trainer.text("trainer").splitlines() if line.startswith("penstock: trainer: cannot write the checkpoint")
-            ]
-        assert str(place / run_id) in line
-        assert "File too large" in line
+            lines = trainer.text("trainer").splitlines()
+        (line,) = [line for line in lines if line.startswith("penstock: trainer: cannot write the checkpoint")]
+        assert str(place / run_id) in line and "File too large" in line
         assert line.endswith(f"then: penstock run --resume {run_id}")
         assert trained(broker, run_id) == plain
         assert load(worker_set.log, run_id).workers["trainer"].values["recovered_from_step"] >= 2

@@ -19,8 +19,8 @@ from penstock.pipeline.scheduling.step_selector import Candidate, Selector
 from penstock.topics.ledger import Entry
 from penstock.topics.wire.record import Outgoing, Record
 from penstock.workers.trainer.resuming import ResumeOffsets, read_resumed
-from tests.support.trainer_alone import config_for, group_of, killed, trained, write_groups, written
-from tests.support.worker_set import WorkerSet, records_of
+from tests.support.trainer_alone import config_for, group_of, killed, stopped_after, trained, write_groups, written
+from tests.support.worker_set import records_of
 
 OUTCOMES = ("scored", "filtered", "failed", "abandoned")
 
@@ -75,13 +75,11 @@ def test_a_trainer_that_reads_only_the_end_of_the_ledger_ends_in_the_same_run(ti
         written(log, f"end-{number}", config, mixed)
         assert trained(log, f"end-{number}", *deaths) == plain
     step = next(record for record in records_of(log, "end-0.ledger") if record.key == b"step")
-    repeated = Outgoing(topic=step.topic, partition=0, key=step.key, headers=step.headers, value=step.value)
-    log.producer().send(repeated)  # as a broker may, and a stranger
+    log.producer().send(Outgoing(topic=step.topic, partition=0, key=step.key, headers=step.headers, value=step.value))  # as a broker may
     resumed = read_resumed(log, "end-0", saved=[6, 4])
     assert resumed.resume_point is not None
-    assert resumed.past.first_step == 4
+    assert (resumed.past.first_step, resumed.past.ledger_state.newest_version) == (4, 6)
     assert [entry.step for entry in resumed.past.steps] == [4, 5]
-    assert resumed.past.ledger_state.newest_version == 6
     assert read_resumed(log, "end-0", saved=[1]).past.first_step == 0, "an older checkpoint needs the whole ledger"
 
 
@@ -133,9 +131,7 @@ def test_a_trainer_needs_no_group_that_ended_before_its_newest_checkpoint(tiny_m
     plain = trained(log, "whole")
     written(log, "short", config, mixed[: 12 if fault else 10])
     if fault is None:  # an orderly stop, which writes a checkpoint
-        with WorkerSet(log, "short") as worker_set:
-            worker_set.start("trainer")
-            worker_set.wait(lambda: worker_set.report()["steps"] == 4)
+        stopped_after(log, "short", steps=4)
     else:
         killed(log, "short", fault)
     write_groups(log, "short", mixed[12 if fault else 10 :], partitions=2)
@@ -145,9 +141,8 @@ def test_a_trainer_needs_no_group_that_ended_before_its_newest_checkpoint(tiny_m
 
 
 def test_details_that_are_no_mark_are_passed_over() -> None:
-    made = ResumePoint(
-        below=3, settled=(5,), drops=1, dropped=2, positions={"groups/0": 7}, checkpoints=((4, 9),), manifests=2, version=1, rebased=None
-    )
+    places = {"positions": {"groups/0": 7}, "checkpoints": ((4, 9),), "manifests": 2}
+    made = ResumePoint(below=3, settled=(5,), drops=1, dropped=2, version=1, rebased=None, **places)  # type: ignore[arg-type]
     entry = Entry(seq=1, kind="step", time_ns=1, step=4, details=made.to_json())
     assert resume_point_of(entry) == made
     for details in (None, "", "{}", "[]", '{"resume": {}}', '{"resume": {"below": 1}}', '{"resume": 3}'):

@@ -12,7 +12,6 @@ from penstock.infra.log import Log
 from penstock.infra.memory.log import MemoryLog
 from tests.support.processes import Processes
 from tests.support.trainer_alone import config_for, group_of, outcome_of, trained, written
-from tests.support.worker_set import WorkerSet, complete, config_of
 
 LATER = {"ledger.step.before": 3, "ledger.step.after": 3, "ledger.version.before": 4, "ledger.version.after": 4, "chunk.sent": 4}
 """At which passing the process dies, where the first is not the one that tells most."""
@@ -90,36 +89,3 @@ def test_a_trainer_process_killed_there_is_followed_by_one_that_ends_in_the_same
         assert trainer.ended("trainer", limit_s=400.0) == 0, trainer.text("trainer")
     assert outcome_of(log, run_id) == undisturbed
     log.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", [point for point in REACHED if ".stale." not in point])
-def test_a_run_whose_trainer_crashes_there_ends_in_the_same_weights(
-    broker: str, run_id: str, whole_set: Any, tmp_path: Path, point: str
-) -> None:
-    plain, config = whole_set
-    with WorkerSet(broker, run_id) as worker_set, Processes(broker, run_id, tmp_path) as trainer:
-        worker_set.create(config, ("rollout", "scorer", "feeder"))
-        for fault in deaths_at(point, LATER.get(point, 1)):
-            trainer.start("trainer", environment={VARIABLE: fault})
-            assert trainer.ended("trainer", limit_s=400.0) == -9, trainer.text("trainer")
-        trainer.start("trainer")
-        assert trainer.ended("trainer", limit_s=400.0) == 0, trainer.text("trainer")
-        worker_set.wait()
-        report = worker_set.report()
-    assert report["weights"]["digest"] == plain["weights"]["digest"]
-    assert report["groups"] == plain["groups"]
-
-
-@pytest.fixture(scope="module")
-def whole_set(broker: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The report of a run with all its workers, and its configuration."""
-    trainer = {"checkpoint_every": 2, "checkpoint_keep_last": 1}
-    config = config_of(
-        tiny_model,
-        tmp_path_factory.mktemp("worker_set"),
-        run={"steps": 6, "seed": 7},
-        rollout={"workers": 1},
-        trainer={"lr": 1e-3, **trainer},
-    )
-    return complete(broker, "undisturbed-set", config), config

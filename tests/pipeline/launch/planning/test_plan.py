@@ -11,18 +11,8 @@ from penstock.pipeline.launch.planning.search import Cluster, search, simulated
 from penstock.pipeline.launch.planning.workload import Workload, from_speeds, lognormal
 from penstock.pipeline.scheduling.rules import preset
 
-GIVEN = [
-    "--accelerators",
-    "6",
-    "--speed",
-    "1:60,16:700",
-    "--train-speed",
-    "700",
-    "--lengths",
-    "lognormal:100:0.5",
-    "--prompts-per-step",
-    "8",
-]
+GIVEN = ["--accelerators", "6", "--speed", "1:60,16:700", "--train-speed", "700", "--lengths", "lognormal:100:0.5"]
+GIVEN += ["--prompts-per-step", "8"]
 
 
 def cluster(*, max_lag: int, step_sizes: tuple[int, ...] = (8,)) -> Cluster:
@@ -79,6 +69,5 @@ def test_the_command_prints_json_and_draws_a_picture(tmp_path: Path, capsys: pyt
 )
 def test_wrong_input_is_refused_in_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *words]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert says in lines[0]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
