@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock.pipeline.inspect.audit.report import Audit, as_text, audit
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.wire import errors
 from penstock.topics.wire.record import Record
+from tests.support.listed_records import Listed, broken
 
 Objects = Any
 CODECS: Mapping[str, Any] = {
@@ -44,6 +46,16 @@ class EditedRun:
         """Its topic's plain name, with `weights` taken apart into manifests and chunks."""
         topic = record.topic.removeprefix(f"{self.run}.")
         return topic if topic != "weights" else "chunks" if record.partition else "manifests"
+
+    def audit(self, begins: Mapping[tuple[str, int], int] | None = None) -> Audit:
+        """The audit of what was made of the run; `begins`: as where earlier records were deleted."""
+        return audit(Listed(self.run, self.records, begins=begins))
+
+    def clean(self, begins: Mapping[tuple[str, int], int] | None = None) -> Audit:
+        """The audit, in which nothing is broken."""
+        found = self.audit(begins)
+        assert broken(found) == set(), as_text(found)
+        return found
 
     def all(self, kind: str) -> list[tuple[int, Any]]:
         """(index, object) of every usable record of a kind, by partition and offset; of `rollouts` that of each sample."""

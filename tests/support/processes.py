@@ -15,6 +15,7 @@ from typing import Any
 from penstock.pipeline.runtime.leases import ENDED, TOKEN, new_token
 from penstock.pipeline.runtime.main import work
 from penstock.pipeline.runtime.roles import ROLES
+from tests.support.worker_set import WorkerSet
 
 PRELOADED = [
     "torch",
@@ -88,6 +89,13 @@ class Processes:
         status = self.running[name].exitcode
         assert status is not None, f"{name} did not end within {limit_s:g} s; it printed:\n{self.text(name)}"
         return status
+
+    def finish(self, worker_set: WorkerSet) -> dict[str, Any]:
+        """Wait until the run is finished and all its workers have ended with 0; returns its report."""
+        worker_set.wait(lambda: worker_set.report()["status"] == "finished")
+        for name in self.running:
+            assert self.ended(name) == 0, self.text(name)
+        return worker_set.report()
 
     def __enter__(self) -> "Processes":
         return self

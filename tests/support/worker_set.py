@@ -130,9 +130,7 @@ def config_of(model: Path, directory: Path, **sections: Mapping[str, Any]) -> Co
     """A small run on arithmetic prompts whose reward is the share of digits in the completion; sections are merged over the defaults."""
     data, reward = directory / "data.jsonl", directory / "digits.py"
     data.write_text("".join(json.dumps({"prompt": f"{i}+{i + 1}=", "answer": str(2 * i + 1)}) + "\n" for i in range(40)))
-    reward.write_text(
-        "def share(prompts, completions, **columns):\n    return [sum(c.isdigit() for c in text) / 8 for text in completions]\n"
-    )
+    reward.write_text("def share(prompts, completions, **_):\n    return [sum(c.isdigit() for c in text) / 8 for text in completions]\n")
     table: dict[str, dict[str, Any]] = {
         "run": {"steps": 4, "seed": 7},
         "model": {"path": str(model)},
@@ -184,3 +182,19 @@ def complete(place: LogLocation, run: str, config: Config, *, roles: Sequence[st
         worker_set.start_all(config, roles)
         worker_set.wait()
         return worker_set.report()
+
+
+def finish(place: LogLocation, run: str, *, roles: Sequence[str] = PIPELINE, config: Config | None = None) -> dict[str, Any]:
+    """Let workers end a run that exists, one of each role or as many as a configuration asks for; returns its report."""
+    with WorkerSet(place, run) as worker_set:
+        for role in roles:
+            for slot in range(1 if config is None else ROLES[role].workers(config)):
+                worker_set.start(role, slot)
+        worker_set.wait()
+        return worker_set.report()
+
+
+def same_run(report: Mapping[str, Any], plain: Mapping[str, Any]) -> None:
+    """Two runs ended in the same weights, and their groups with the same statuses."""
+    assert report["weights"]["digest"] == plain["weights"]["digest"]
+    assert report["groups"] == plain["groups"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.inspect.audit.report import Audit, as_table, as_text, audit, summary
+from penstock.pipeline.inspect.audit.report import as_table, as_text, audit, summary
 from penstock.pipeline.inspect.audit.source import Unreadable, plain
 from penstock.topics.groups import encode_parts
 from penstock.topics.wire.record import Record
@@ -48,10 +48,6 @@ def edited(genuine: list[Record]) -> EditedRun:
     return EditedRun(RUN, genuine)
 
 
-def judged(edited: EditedRun, begins: Begins) -> Audit:
-    return audit(Listed(RUN, edited.records, begins=begins))
-
-
 def ends(records: list[Record]) -> dict[tuple[str, int], int]:
     """The offset behind the last record of each partition that may lose its beginning."""
     found: dict[tuple[str, int], int] = {}
@@ -81,16 +77,13 @@ def one_record_less(edited: EditedRun, kind: str, partition: int) -> Begins:
 def test_nobody_is_accused_of_what_was_deleted_whatever_that_was(edited: EditedRun, seed: int) -> None:
     chosen = random.Random(seed)
     begins = {place: chosen.randrange(end + 1) for place, end in ends(edited.records).items() if chosen.random() < 0.6}
-    found = judged(edited, begins)
-    assert broken(found) == set(), f"{begins}\n{as_text(found)}"
-    table = as_table(found)
+    table = as_table(edited.clean(begins))
     assert table["statuses"]["trained"] == U * STEPS  # the ledger says so
     assert table["deleted_below"] == {f"{topic}/{partition}": begin for (topic, partition), begin in begins.items() if begin}
 
 
 def test_a_run_without_any_prompt_sample_and_outcome_is_what_its_ledger_says(edited: EditedRun) -> None:
-    found = judged(edited, {place: end for place, end in ends(edited.records).items() if place[0] in ("prompts", "rollouts", "groups")})
-    assert broken(found) == set(), as_text(found)
+    found = edited.clean({place: end for place, end in ends(edited.records).items() if place[0] in ("prompts", "rollouts", "groups")})
     assert summary(found).startswith("audit: clean, ")
     known = as_table(found)["statuses"]
     assert known["trained"] == U * STEPS
@@ -100,21 +93,19 @@ def test_a_run_without_any_prompt_sample_and_outcome_is_what_its_ledger_says(edi
 def test_what_is_gone_is_counted_and_named(edited: EditedRun) -> None:
     group = edited.trained()[0]
     topic, partition, offset = record_id_of(edited, "groups", group)
-    whole = as_table(judged(edited, {}))["statuses"]
-    found = judged(edited, {(topic, partition): offset + 1})
-    assert (
-        f"note: retention has deleted records: groups/{partition} below {offset + 1}; promises that depend on these records are not checked"
-        in as_text(found)
-    )
+    whole = as_table(edited.audit({}))["statuses"]
+    found = edited.audit({(topic, partition): offset + 1})
+    note = f"retention has deleted records: groups/{partition} below {offset + 1}; promises that depend on these records are not checked"
+    assert f"note: {note}" in as_text(found)
     fates = as_table(found)["statuses"]
     assert sum(fates.values()) == sum(whole.values()) and fates["trained"] == whole["trained"]
-    assert "records were deleted" not in as_text(judged(edited, {}))
+    assert "records were deleted" not in as_text(edited.audit({}))
 
 
 def test_a_dropped_group_whose_outcome_is_gone_counts_as_gone_and_not_as_unused(edited: EditedRun) -> None:
-    whole = as_table(judged(edited, {}))["statuses"]
+    whole = as_table(edited.audit({}))["statuses"]
     assert whole["filtered"]
-    found = as_table(judged(edited, {place: end for place, end in ends(edited.records).items() if place[0] == "groups"}))
+    found = as_table(edited.audit({place: end for place, end in ends(edited.records).items() if place[0] == "groups"}))
     assert found["statuses"]["filtered"] == 0
     assert found["statuses"]["gone"] >= whole["filtered"]
     assert f"the prompts of 0 groups were deleted, and the final status of {found['statuses']['gone']}" in found["notes"]
@@ -125,7 +116,7 @@ def test_a_prompt_or_a_planned_outcome_behind_the_first_that_is_kept_is_lost(edi
     group = late(edited)
     partition = record_id_of(edited, topic, group)[1]
     edited.drop(topic, group=group)
-    assert {check, "one-status"} <= broken(judged(edited, one_record_less(edited, topic, partition)))
+    assert {check, "one-status"} <= broken(edited.audit(one_record_less(edited, topic, partition)))
 
 
 def test_a_sample_of_a_group_that_was_not_admitted_yet_when_the_first_one_kept_was_written_is_lost(edited: EditedRun) -> None:
@@ -133,16 +124,16 @@ def test_a_sample_of_a_group_that_was_not_admitted_yet_when_the_first_one_kept_w
     partition = record_id_of(edited, "rollouts", group)[1]
     in_order = edited.all("ledger")[0][1].details.count('"pipelined"') > 0
     edited.drop("rollouts", group=group, sample=0)
-    found = judged(edited, one_record_less(edited, "rollouts", partition))
+    found = edited.audit(one_record_less(edited, "rollouts", partition))
     # By arrival any group may be older than the first one that is kept.
     assert broken(found) == ({"group-samples"} if in_order else set()), as_text(found)
 
 
 def test_a_manifest_behind_the_first_that_is_kept_is_lost(edited: EditedRun) -> None:
     begin = 1 + edited.records[edited.one("manifests", version=2)[0]].offset
-    assert broken(judged(edited, {("weights", 0): begin})) == set()
+    assert broken(edited.audit({("weights", 0): begin})) == set()
     edited.drop("manifests", version=5)
-    assert "version-numbers" in broken(judged(edited, {("weights", 0): begin}))
+    assert "version-numbers" in broken(edited.audit({("weights", 0): begin}))
 
 
 def test_a_violation_in_what_is_kept_is_reported_as_ever(edited: EditedRun) -> None:
@@ -150,14 +141,14 @@ def test_a_violation_in_what_is_kept_is_reported_as_ever(edited: EditedRun) -> N
     topic, partition, offset = record_id_of(edited, "groups", first)
     at, held = edited.one("groups", group=last)
     edited.append(at, replace(held, reason="on second thoughts"))
-    assert broken(judged(edited, {(topic, partition): offset + 1})) == {"one-outcome"}
+    assert broken(edited.audit({(topic, partition): offset + 1})) == {"one-outcome"}
 
 
 @pytest.mark.parametrize("topic", KEPT_WHOLE)
 def test_a_ledger_or_dead_letters_without_their_beginning_cannot_be_judged(edited: EditedRun, topic: str) -> None:
     edited.records.append(replace(edited.records[edited.all("ledger")[0][0]], topic=f"{RUN}.dead-letters"))
     with pytest.raises(Unreadable, match=rf"^{RUN} cannot be audited: offsets 0 to 2 of {RUN}\.{topic}/0 were deleted, which had "):
-        judged(edited, {(topic, 0): 3})
+        edited.audit({(topic, 0): 3})
 
 
 def test_the_rest_of_a_group_whose_first_part_was_deleted_is_no_group_that_lost_parts() -> None:

@@ -24,7 +24,7 @@ from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics.groups import Group
 from tests.support.log_here import HERE, LogHere, use_log
 from tests.support.trainer_alone import config_for, group_of, trained, written
-from tests.support.worker_set import PIPELINE, WorkerSet
+from tests.support.worker_set import finish
 
 STEPS, PER_STEP, POISONED = 8, 4, 21
 """Group 21 is the second of step 5."""
@@ -58,9 +58,7 @@ def poisoned(log: LogHere, tiny_model: Path, tmp_path_factory: pytest.TempPathFa
     groups = [group_of(number, version=max(0, number // PER_STEP - 1)) for number in range(STEPS * PER_STEP)]
     written(log, "poisoned", config, [paid(group, 1000.0) if group.group == POISONED else group for group in groups])
     assert trained(log, "poisoned")["status"] == "finished"
-    with WorkerSet(log, "poisoned") as worker_set:
-        worker_set.start("evaluator")
-        worker_set.wait()
+    finish(log, "poisoned", roles=["evaluator"])
     return "poisoned"
 
 
@@ -85,11 +83,7 @@ def test_one_poisoned_reward_is_named_with_step_group_and_cause_and_the_fork_wit
     assert result["next"] == f"penstock fork {poisoned} --from-step 5 --without {POISONED}"
     assert main([*shlex.split(result["next"])[1:], "--run-id", "healed", "--bootstrap", HERE, "--set", "run.steps=16"]) == 0
     (spoiled,) = {read.payload.row for read in RunReader(log, poisoned).prompts(only={POISONED}) if read.payload}
-    with WorkerSet(log, "healed") as worker_set:
-        for role in PIPELINE:
-            worker_set.start(role)
-        worker_set.wait()
-        assert worker_set.report()["status"] == "finished"
+    assert finish(log, "healed")["status"] == "finished"
     record = find(log, "healed")
     assert record is not None and from_json(record.config).data.skip_rows == [spoiled]
     rows = {read.payload.row for read in RunReader(log, "healed").prompts() if read.payload}
@@ -103,11 +97,8 @@ def test_a_recorded_step_is_trained_without_groups(poisoned: str, capsys: pytest
     assert result["changed"] == {"without": {"recorded": [], "here": [POISONED, 23]}}
     ((row),) = result["curves"]
     assert row["what_if"]["grad_norm"] < 20 < row["recorded"]["grad_norm"]
-    for without, why in {
-        "3": "none of the replayed steps was trained on group 3",
-        "20,21,22,23": "no group of step",
-        "x": "expected group numbers",
-    }.items():
+    refusals = {"3": "none of the replayed steps was trained on group 3", "20,21,22,23": "no group of step", "x": "expected group numbers"}
+    for without, why in refusals.items():
         assert main([*command, "--without", without]) == 2
         assert why in capsys.readouterr().err
 

@@ -38,7 +38,6 @@ def test_a_card_is_the_same_on_the_broker_and_in_an_archive_and_proves_a_group(
     proof["leaf"]["prompt"] = "another"
     with pytest.raises(inclusion.InvalidProof):
         inclusion.check(proof)
-    assert (
-        cli.main(["card", recorded.run, "--out", str(folders[0]), "--prove", "99999", "--bootstrap", recorded.bootstrap]) == cli.app.USAGE
-    )
+    words = ["card", recorded.run, "--out", str(folders[0]), "--prove", "99999", "--bootstrap", recorded.bootstrap]
+    assert cli.main(words) == cli.app.USAGE
     assert "was not trained on this group" in capsys.readouterr().err

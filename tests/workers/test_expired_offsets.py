@@ -12,7 +12,7 @@ from penstock.infra.memory.state import MemoryTail
 from penstock.pipeline.runtime import topic_reader
 from penstock.topics.catalogue import CONTROL
 from penstock.topics.wire.record import Record
-from tests.support.worker_set import PIPELINE, WorkerSet, complete, config_of, forget_offsets
+from tests.support.worker_set import PIPELINE, WorkerSet, complete, config_of, finish, forget_offsets
 
 BATCH = 8
 WHOLE = CONTROL
@@ -54,10 +54,7 @@ def test_a_run_that_rested_until_its_offsets_had_expired_ends_in_the_same_weight
         for name in list(worker_set.threads):
             worker_set.stop(name)
     forget_offsets(log)
-    with WorkerSet(log, "rested") as worker_set:
-        worker_set.start_all(config, roles)
-        worker_set.wait()
-        rested = worker_set.report()
+    rested = finish(log, "rested", roles=roles, config=config)
     assert rested["weights"]["digest"] == plain["weights"]["digest"]
     assert (rested["status"], rested["groups"]) == ("finished", plain["groups"])
     plainly, again = ({one["version"]: one["greedy_accuracy"] for one in report["eval"]} for report in (plain, rested))

@@ -1,5 +1,6 @@
 """A whole run through an export: SQL gives the report's rewards, an import on the broker gives the same report, digests and audit."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -124,18 +125,14 @@ def test_an_imported_run_gives_the_same_report_groups_weights_and_audit(
 def test_a_planted_token_is_read_and_differs_from_the_plan(
     recorded: RecordedRun, archive: tuple[Path, Exported], log: KafkaLog, run_id: str, tmp_path: Path
 ) -> None:
-    import shutil
-
     shutil.copytree(archive[0], tmp_path / "planted")
     found = find_archive(tmp_path / "planted")
     entry = read_ledger_history(log, recorded.run).steps[5]
     planned = entry.plan[2]
-    path = next(
-        path
-        for path in found.files(KINDS["groups"], planned.partition)
-        if planned.offset in pq.read_table(path, columns=["offset"])["offset"].to_pylist()
-    )
-    table = pq.read_table(path)
+    for path in found.files(KINDS["groups"], planned.partition):
+        table = pq.read_table(path)
+        if planned.offset in table["offset"].to_pylist():
+            break
     rows = table.to_pylist()
     row = next(row for row in rows if row["offset"] == planned.offset)
     row["samples"][0]["token_ids"][0] ^= 1
@@ -143,9 +140,8 @@ def test_a_planted_token_is_read_and_differs_from_the_plan(
     import_run(log, found, becomes=run_id)
     for step in read_ledger_history(log, run_id).steps:
         if step.step == 5:
-            with pytest.raises(
-                Unrecoverable, match=rf"group {planned.group} .* the ledger records group {planned.group} \({planned.sha256[:16]}"
-            ):
+            line = rf"group {planned.group} .* the ledger records group {planned.group} \({planned.sha256[:16]}"
+            with pytest.raises(Unrecoverable, match=line):
                 read_planned(log, run_id, step.plan)
         else:
             read_planned(log, run_id, step.plan)

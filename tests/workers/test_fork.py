@@ -14,7 +14,7 @@ from penstock.pipeline.config.load import from_json
 from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.runtime.registration.run_registry import find
 from tests.support.log_here import HERE, LogHere, use_log
-from tests.support.worker_set import WorkerSet, complete, config_of
+from tests.support.worker_set import complete, config_of, finish
 
 STEPS, AT = 4, 2
 
@@ -65,17 +65,11 @@ def test_a_fork_without_changes_ends_in_its_parents_weights(
     assert (messages["run"], messages["status"]) == ("kid", "created")
     assert {"run": "parent", "step": AT, "version": AT, "digest": steps[AT - 1].digest}.items() <= messages["forked_from"].items()
     assert messages["forked_from"]["ledger"] == read_ledger_history(log, "parent").ledger_state.end
-    with WorkerSet(log, "kid") as worker_set:  # what `penstock run --resume` starts
-        for role in ROLES:
-            worker_set.start(role)
-        worker_set.wait()
-        report = worker_set.report()
-    assert report["weights"]["digest"] == parent["weights"]["digest"]
+    assert finish(log, "kid", roles=ROLES)["weights"]["digest"] == parent["weights"]["digest"]
     own = read_ledger_history(log, "kid")
     assert own.ledger_state.manifests[0].digest == steps[AT - 1].digest
-    assert [entry.digest for entry in own.steps] == [entry.digest for entry in steps[AT:]]
-    assert [entry.loss_bits for entry in own.steps] == [entry.loss_bits for entry in steps[AT:]]
-    assert [entry.metrics["lr"] for entry in own.steps] == [entry.metrics["lr"] for entry in steps[AT:]]
+    ours, theirs = ([(entry.digest, entry.loss_bits, entry.metrics["lr"]) for entry in of] for of in (own.steps, steps[AT:]))
+    assert ours == theirs
     client = MlflowClient(tracking_uri=parent["mlflow"])
     experiment = client.get_experiment_by_name("penstock")
     (found,) = client.search_runs([experiment.experiment_id], filter_string="tags.`penstock.run` = 'kid'")
@@ -145,13 +139,9 @@ def test_a_fork_goes_on_with_its_parents_optimizer(
     complete(log, run_id, config)
     kid = f"{run_id}-kid"
     assert main(["fork", run_id, "--bootstrap", HERE, "--from-step", str(AT), "--run-id", kid]) == 0
-    with WorkerSet(log, kid) as worker_set:
-        for role in ROLES[:4]:
-            worker_set.start(role)
-        worker_set.wait()
-    assert [entry.digest for entry in read_ledger_history(log, kid).steps] == [
-        entry.digest for entry in read_ledger_history(log, run_id).steps[AT:]
-    ]
+    finish(log, kid)
+    ours, theirs = ([entry.digest for entry in read_ledger_history(log, run).steps] for run in (kid, run_id))
+    assert ours == theirs[AT:]
     capsys.readouterr()
     assert main(["replay", "train", kid, "--bootstrap", HERE, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["matching_steps"] == STEPS - AT

@@ -41,8 +41,7 @@ def test_samples_in_flight_go_on_under_new_weights_and_say_so(run_id: str, tiny_
 
 @pytest.mark.usefixtures("slow_groups")
 def test_a_group_that_can_no_longer_be_fresh_is_aborted_and_replaced(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
-    bounded = config_in_flight(tiny_model, tmp_path, schedule={"mode": "bounded"})
-    log, config = MemoryLog(), bounded
+    log, config = MemoryLog(), config_in_flight(tiny_model, tmp_path, schedule={"mode": "bounded"})
     report, samples, ended = run_of(log, run_id, config)
     aborted = {sample.group for sample in samples if sample.finish == "abort"}
     assert aborted

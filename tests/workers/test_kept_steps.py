@@ -17,8 +17,7 @@ from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime.topic_reader import deleted
 from penstock.workers.tracker import retention, worker
 from tests.support.bare_clients import c_client
-from tests.support.listed_records import Listed
-from tests.support.worker_set import PIPELINE, WorkerSet, complete, config_of, forget_offsets, records_of
+from tests.support.worker_set import PIPELINE, WorkerSet, audited, complete, config_of, finish, forget_offsets, records_of
 
 ROLES = (*PIPELINE, "tracker")
 STEPS, KEPT = 14, 3
@@ -86,17 +85,12 @@ def test_a_run_that_deletes_and_rests_ends_in_the_weights_of_one_that_keeps_all(
     if expired:
         forget_offsets(log)
     before = begins(log, run)
-    with WorkerSet(log, run) as worker_set:
-        worker_set.start_all(config, ROLES)
-        worker_set.wait()
-        report = worker_set.report()
+    report = finish(log, run, roles=ROLES, config=config)
     assert report["weights"]["digest"] == plain["weights"]["digest"]
     assert (report["groups"], report["reward"]) == (plain["groups"], plain["reward"])
     assert {topic for topic, _ in begins(log, run)} == {"prompts", "rollouts", "groups"}
     assert sum(begins(log, run).values()) > sum(before.values()), "nothing more was deleted after the rest"
-    listed = Listed(run, [r for topic in log.topics(f"{run}.") for r in records_of(log, topic)], begins=begins(log, run))
-    found = audit(listed)
-    assert not [result for result in found.results if result.violations], as_text(found)
+    assert (found := audited(log, run)).clean, as_text(found)
     view, _ = saved_view.newest(log, run)
     assert (view.steps_done, view.outcomes.total(), len(view.open)) == (STEPS, 2 * STEPS + plain["groups"]["filtered"], 0)
     assert not records_of(log, f"{run}.dead-letters")

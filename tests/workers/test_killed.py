@@ -16,7 +16,7 @@ from penstock.pipeline.runtime.exit_status import NO_RETRY
 from tests.support.in_flight import config_in_flight
 from tests.support.processes import Processes
 from tests.support.signals import signal_self
-from tests.support.worker_set import WorkerSet, audited, complete, config_of
+from tests.support.worker_set import WorkerSet, audited, complete, config_of, same_run
 
 WORKERS = ("trainer", "feeder", "rollout-0", "rollout-1", "scorer-0", "scorer-1")
 STOP_S = 7.5
@@ -95,9 +95,9 @@ def test_a_run_whose_workers_are_killed_and_stopped_ends_in_the_weights_of_the_u
         assert "Traceback" not in workers.text("scorer-0")
         killed = worker_set.report()
         drawn = duplicate_samples.count(duplicate_samples.read_samples(worker_set.log, run), stops=waves.stops)
-    assert killed["weights"]["digest"] == plain["weights"]["digest"]
-    assert killed["groups"] == plain["groups"]
+    same_run(killed, plain)
     assert drawn.needless == 0, drawn
+    assert (result := audited(broker, run)).clean, as_text(result)
 
 
 @pytest.mark.slow
@@ -147,13 +147,9 @@ def test_a_scorer_that_is_stopped_inside_a_transaction_loses_and_doubles_no_grou
         workers.start("scorer")  # takes the partitions over, but not before the open transaction has ended one way or the other
         time.sleep(seconds)
         workers.signal("scorer-1", signal.SIGCONT)
-        worker_set.wait(lambda: worker_set.report()["status"] == "finished")
-        for name in workers.running:
-            assert workers.ended(name) == 0, workers.text(name)
-        stopped = worker_set.report()
+        stopped = workers.finish(worker_set)
         tail = worker_set.log.tail({(f"{run}.groups", partition): "earliest" for partition in range(8)})
         outcomes = [record.key for record in tail.read_to_end()]
         tail.close()
     assert len(outcomes) == len(set(outcomes)) == stopped["groups"]["admitted"]
-    assert stopped["weights"]["digest"] == plain["weights"]["digest"]
-    assert stopped["groups"] == plain["groups"]
+    same_run(stopped, plain)

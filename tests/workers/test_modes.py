@@ -49,14 +49,8 @@ def test_32_real_questions_go_through_the_pipeline_once_and_every_group_has_one_
         trainer={"micro_batch_tokens": 4096},
     )
     report = complete(MemoryLog(), run_id, config)
-    groups = report["groups"]
-    assert report["status"] == "finished"
-    assert report["steps"] == 4
-    assert (
-        groups["admitted"] == 32 == groups["trained"] + sum(groups[fate] for fate in ("filtered", "stale", "failed", "abandoned", "unused"))
-    )
-    assert groups["trained"] == 32
-    assert report["samples"] == 64
+    assert (report["status"], report["steps"], report["samples"]) == ("finished", 4, 64)
+    assert {fate: count for fate, count in report["groups"].items() if count} == {"admitted": 32, "trained": 32}
     assert report["dead_letters"]["total"] == 0
 
 
@@ -76,16 +70,13 @@ def test_a_lagging_run_with_an_evaluator_stays_within_its_lag_and_ends_early_whe
     )
     log = MemoryLog()
     report = complete(log, run_id, config, roles=("trainer", "rollout", "scorer", "feeder", "evaluator"))
-    assert report["status"] == "finished"
-    assert report["steps"] < 200  # an untrained model gets no better
-    assert report["lag"]["max"] <= 1
-    assert report["eval"][0]["version"] == 0
+    assert report["status"] == "finished" and report["steps"] < 200  # an untrained model gets no better
+    assert report["lag"]["max"] <= 1 and report["eval"][0]["version"] == 0
     groups = report["groups"]
     assert groups["admitted"] == groups["trained"] + sum(groups[fate] for fate in ("filtered", "stale", "failed", "abandoned", "unused"))
     run = read_run(log, run_id)
-    lives = [
-        explain(log, run_id, number, notify=lambda _: None) for number in sorted(set(range(groups["admitted"])) - set(run.past.trained))
-    ]
+    untrained = sorted(set(range(groups["admitted"])) - set(run.past.trained))
+    lives = [explain(log, run_id, number, notify=lambda _: None) for number in untrained]
     unused = [life for life in lives if life["status"] == "unused"]
     assert len(unused) == groups["unused"] > 0
     closed = json.loads(run.past.ledger_state.closed.details)

@@ -4,9 +4,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +12,12 @@ import pytest
 from confluent_kafka import Producer
 
 from penstock.infra.kafka.log import KafkaLog
-from penstock.pipeline.inspect.run_view import load
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.wire.record import Record, RecordId
 from tests.support.bare_clients import c_client
 from tests.support.foreign_records import letters
 from tests.support.mutations import DAMAGE, HARMLESS
-from tests.support.processes import Processes
-from tests.support.worker_set import WorkerSet, complete, config_of
+from tests.support.worker_set import WorkerSet, complete, config_of, same_run
 
 MUTATIONS = DAMAGE | HARMLESS
 TOPICS = ("prompts", "rollouts", "groups", "weights", "ledger", "metrics", "dead-letters")
@@ -82,14 +78,9 @@ class Mallory:
         if (alone and kind in ("headers of another", "payload of another")) or (record.topic == RUNS_TOPIC and kind == "another key"):
             kind = "payload bits"
         spoiled = MUTATIONS[kind](record, other, self._rng)
-        self._producer.produce(
-            record.topic,
-            spoiled.value,
-            key=spoiled.key,
-            partition=record.partition,
-            headers=list(spoiled.headers),
-            on_delivery=lambda error, message, kind=kind: self._delivered(error, message, kind),
-        )
+        place = {"key": spoiled.key, "partition": record.partition, "headers": list(spoiled.headers)}
+        delivered = lambda error, message, kind=kind: self._delivered(error, message, kind)  # noqa: E731
+        self._producer.produce(record.topic, spoiled.value, on_delivery=delivered, **place)
         self._producer.poll(0)
 
     def _delivered(self, error: Any, message: Any, kind: str) -> None:
@@ -102,12 +93,12 @@ def _sort(record: Record) -> tuple[str, int]:
     return record.topic, min(record.partition, 1) if record.topic.endswith(".weights") else 0
 
 
-def disturbed(worker_set: WorkerSet, mallory: Mallory, *, steps: int, start_scorer: Callable[[], None], over: Callable[[], bool]) -> None:
+def disturbed(worker_set: WorkerSet, mallory: Mallory, *, steps: int) -> None:
     """Spoil records, most of them before there is a scorer; no more in the run's last steps: whoever reads a topic has to pass them."""
     while len(mallory.sent) < 0.6 * mallory.wanted:
         mallory.work()
         assert not worker_set.failures, worker_set.failures
-    start_scorer()
+    worker_set.start("scorer")
     looked, done = time.monotonic(), 0
     while len(mallory.sent) < mallory.wanted and done < steps - 2:
         mallory.work()
@@ -115,7 +106,7 @@ def disturbed(worker_set: WorkerSet, mallory: Mallory, *, steps: int, start_scor
             looked, done = time.monotonic(), worker_set.report()["steps"]
         assert not worker_set.failures, worker_set.failures
     mallory.close()
-    worker_set.wait(over, limit_s=400.0)
+    worker_set.wait()
 
 
 def account(worker_set: WorkerSet, mallory: Mallory) -> Counter[tuple[str, str]]:
@@ -138,12 +129,6 @@ def show(table: Counter[tuple[str, str]]) -> None:
         print(f"{kind:20} " + "  ".join(f"{count} {fate}" for (one, fate), count in sorted(table.items()) if one == kind))
 
 
-def same_run(report: dict[str, Any], plain: dict[str, Any]) -> None:
-    assert report["status"] == "finished"
-    assert report["weights"]["digest"] == plain["weights"]["digest"]
-    assert report["groups"] == plain["groups"]
-
-
 @pytest.mark.slow
 def test_fifteen_hundred_damaged_records_change_nothing_and_each_is_accounted_for(broker, run_id, tiny_model, tmp_path: Path, capsys):
     steps = 12
@@ -156,14 +141,10 @@ def test_fifteen_hundred_damaged_records_change_nothing_and_each_is_accounted_fo
         mallory = Mallory(broker, run, wanted=1500)
         for role in ROLES:
             worker_set.start(role)
-        disturbed(
-            worker_set,
-            mallory,
-            steps=steps,
-            start_scorer=lambda: worker_set.start("scorer"),
-            over=lambda: not any(thread.is_alive() for thread in worker_set.threads.values()),
-        )
-        same_run(worker_set.report(), plain)
+        disturbed(worker_set, mallory, steps=steps)
+        report = worker_set.report()
+        assert report["status"] == "finished"
+        same_run(report, plain)
         table = account(worker_set, mallory)
     assert len(mallory.sent) >= 1500
     assert {topic for topic, _, _ in mallory.sent} == {RUNS_TOPIC, *(f"{run}.{topic}" for topic in TOPICS)}
@@ -171,48 +152,3 @@ def test_fifteen_hundred_damaged_records_change_nothing_and_each_is_accounted_fo
     assert len([line for line in said if "dead letter" in line or "duplicate" in line]) < 300
     assert any(" more: " in line for line in said)
     show(table)
-
-
-@contextmanager
-def a_run_of_processes(broker: str, run: str, config: Any, directory: Path) -> Iterator[tuple[WorkerSet, Processes, Callable[[], bool]]]:
-    with WorkerSet(broker, run) as worker_set, Processes(broker, run, directory) as workers:
-        worker_set.create(config)
-        for role in ROLES:
-            workers.start(role)
-
-        def over() -> bool:
-            statuses = {name: process.exitcode for name, process in workers.running.items()}
-            assert not any(statuses.values()), [workers.text(name) for name, status in statuses.items() if status]
-            return all(status == 0 for status in statuses.values())
-
-        yield worker_set, workers, over
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_ten_thousand_damaged_records_hold_a_run_of_processes_up_for_seconds(broker, run_id, tiny_model, tmp_path: Path, capsys):
-    steps, took, cpu = 40, dict[str, float](), dict[str, dict[str, float]]()
-    config = config_of(tiny_model, tmp_path, run={"steps": steps, "seed": 7}, rollout={"workers": 1})
-    reports = {}
-    for name in ("plain", "dirty"):
-        run = f"{run_id}-{name}"
-        with a_run_of_processes(broker, run, config, tmp_path) as (worker_set, workers, over):
-            start_scorer = partial(workers.start, "scorer")
-            if name == "plain":
-                start_scorer()
-                worker_set.wait(over, limit_s=400.0)
-            else:
-                mallory = Mallory(broker, run, wanted=10_000)
-                disturbed(worker_set, mallory, steps=steps, start_scorer=start_scorer, over=over)
-                table = account(worker_set, mallory)
-            view, reports[name] = load(worker_set.log, run), worker_set.report()
-            took[name] = (view.closed.time_ns - view.opened.time_ns) / 1e9
-            cpu[name] = {worker: round(found.total("cpu_s"), 1) for worker, found in sorted(view.workers.items())}
-    same_run(reports["dirty"], reports["plain"])
-    assert len(mallory.sent) >= 10_000, f"only {len(mallory.sent)} were written in {took}"
-    assert took["dirty"] < took["plain"] + 60.0
-    with capsys.disabled():
-        print()
-        show(table)
-        print(f"{len(mallory.sent)} damaged records: {took['dirty']:.1f} s, without them {took['plain']:.1f} s")
-        print(f"CPU seconds of the workers: {cpu['dirty']}, without them {cpu['plain']}")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.own_broker import OwnBroker
 from tests.support.processes import Processes
-from tests.support.worker_set import WorkerSet, complete, config_of
+from tests.support.worker_set import WorkerSet, complete, config_of, same_run
 
 AWAY_S = 6.0
 """Longer than a group member may be silent, and long enough to be said."""
@@ -43,14 +43,10 @@ def test_a_run_bears_a_broker_that_is_frozen_and_one_that_is_killed(own_broker: 
             watching.wait(lambda done=done: watching.report()["steps"] > done + 1)  # the step in work may have been committed just before
             assert time.monotonic() - returned < BACK_S
             assert all(process.is_alive() for process in workers.running.values())
-        watching.wait(lambda: watching.report()["status"] == "finished")
-        for name in workers.running:
-            assert workers.ended(name) == 0, workers.text(name)
+        report = workers.finish(watching)
         for name in ("rollout-0", "scorer-0", "feeder", "trainer"):
             assert workers.text(name).count("has not responded for") == workers.text(name).count("responds again, after") in (1, 2), name
-        report = watching.report()
-    assert report["weights"]["digest"] == plain["weights"]["digest"]
-    assert report["groups"] == plain["groups"]
+    same_run(report, plain)
 
 
 @pytest.mark.slow

@@ -80,11 +80,8 @@ def test_a_recorded_run_opens_from_disk_and_says_what_the_report_says(looked: Wa
     for view, content in (("dead-letters", "reward-failed"), ("config", "schedule.mode"), ("samples", "groups"), ("timeline", "Timeline")):
         page.click(f"[data-tab={view}]")
         page.wait_for_selector(f"[data-view={view}]:visible", timeout=WAIT_MS)
-        page.wait_for_function(
-            "([view, content]) => document.querySelector(`[data-view=${view}]`).innerText.includes(content)",
-            arg=[view, content],
-            timeout=WAIT_MS,
-        )
+        shown_there = "([view, content]) => document.querySelector(`[data-view=${view}]`).innerText.includes(content)"
+        page.wait_for_function(shown_there, arg=[view, content], timeout=WAIT_MS)
     assert looked.serious() == []
 
 
@@ -261,7 +258,7 @@ def test_text_that_looks_like_markup_is_shown_as_text(chromium: Any, tmp_path: P
 @pytest.mark.slow
 def test_a_run_that_has_only_begun_is_shown_as_far_as_it_is(chromium: Any, tmp_path: Path) -> None:
     builder = RecordBuilder(steps=3)
-    begun = [builder.record(), builder.opened(), builder.version(0)]
+    begun = [*builder.start(), builder.version(0)]
     drawn = [record for record in builder.group([0.0] * 4, version=0) if not record.topic.endswith(".groups")]
     for name, records in {"first.html": begun[:1], "open.html": [*begun, *drawn]}.items():
         write(build(log_with(records), RUN), tmp_path / name)

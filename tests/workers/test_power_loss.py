@@ -8,7 +8,7 @@ import pytest
 from penstock.infra.kafka.log import KafkaLog
 from tests.support import power_loss
 from tests.support.processes import Processes
-from tests.support.worker_set import WorkerSet, complete, config_of
+from tests.support.worker_set import WorkerSet, complete, config_of, same_run
 
 pytestmark = [
     pytest.mark.slow,
@@ -53,10 +53,6 @@ def test_a_run_goes_on_after_a_power_loss_and_nothing_committed_is_missing(
             assert {place: values[: len(before[place])] for place, values in after.items()} == before
             for role in roles:
                 workers.start(role)
-        watching.wait(lambda: watching.report()["status"] == "finished")
-        for name in workers.running:
-            assert workers.ended(name) == 0, workers.text(name)
-        report = watching.report()
+        report = workers.finish(watching)
     broker.kill()
-    assert report["weights"]["digest"] == plain["weights"]["digest"]
-    assert report["groups"] == plain["groups"]
+    same_run(report, plain)

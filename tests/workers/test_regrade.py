@@ -20,9 +20,8 @@ from penstock.pipeline.replay.regraded_run import write_regraded
 from penstock.pipeline.replay.rescore import RescoreRequest
 from penstock.pipeline.replay.rescored_groups import NewRun
 from penstock.pipeline.scheduling.rules import preset
-from tests.support.listed_records import broken
 from tests.support.log_here import LogHere, use_log
-from tests.support.worker_set import PIPELINE, WorkerSet, audited, complete, config_of
+from tests.support.worker_set import PIPELINE, audited, complete, config_of, finish
 
 STEPS = 6
 REWARDS = """
@@ -87,13 +86,8 @@ def regraded(log: MemoryLog, run: str, kid: str, *functions: str, first: int = 0
 
 def continued(log: MemoryLog, run: str, *, roles: Sequence[str] = PIPELINE) -> dict[str, Any]:
     """The report of a run whose workers have continued it to its end; its audit is clean."""
-    with WorkerSet(log, run) as worker_set:
-        for role in roles:
-            worker_set.start(role)
-        worker_set.wait()
-        report = worker_set.report()
-    found = audited(log, run)
-    assert broken(found) == set(), as_text(found)
+    report = finish(log, run, roles=roles)
+    assert (found := audited(log, run)).clean, as_text(found)
     return report
 
 
@@ -128,14 +122,12 @@ def test_the_same_reward_makes_the_parent_bit_for_bit(
     kid = f"{run_id}-kid"
     after = regraded(log, run, kid, first=first)
     assert numbers(after) == numbers(before)
-    assert [entry.groups for entry in after.entries if entry.kind == "stale"] == [
-        entry.groups for entry in before.entries if entry.kind == "stale" and (entry.step or 0) < STEPS
-    ]
+    stale = [entry.groups for entry in before.entries if entry.kind == "stale" and (entry.step or 0) < STEPS]
+    assert [entry.groups for entry in after.entries if entry.kind == "stale"] == stale
     report = continued(log, kid)
     assert (report["status"], report["weights"]["digest"]) == ("finished", before.steps[-1].digest)
     assert numbers(regraded(log, kid, f"{kid}s-kid", first=STEPS - 1)) == numbers(before)
-    found = audited(log, f"{kid}s-kid")
-    assert broken(found) == set(), as_text(found)
+    assert (found := audited(log, f"{kid}s-kid")).clean, as_text(found)
 
 
 @pytest.mark.usefixtures("parent")

@@ -56,8 +56,7 @@ def test_the_recorded_plans_give_the_recorded_bits_without_any_worker(recorded: 
     assert (messages["steps"], messages["matching_steps"], messages["first_difference"], messages["digests_compared"]) == (8, 8, None, 8)
     assert messages["digest"] == recorded.report["weights"]["digest"]
     assert (messages["fingerprint"], messages["whole"]) == ([], True)
-    assert messages["times"]["replay_s"] > 0
-    assert messages["times"]["recorded_busy_s"] > 0
+    assert messages["times"]["replay_s"] > 0 and messages["times"]["recorded_busy_s"] > 0
     tokens = recorded.report["trainer_tokens"]
     assert tokens["computed"] < tokens["real"] <= tokens["padded"], "the run shared its prompts, and so did the replay"
 
@@ -126,41 +125,12 @@ def test_one_altered_token_is_reported_with_step_group_sample_and_place(log: Kaf
     ((sample, (difference,)),) = [(row["sample"], row["differences"]) for row in group["samples"]]
     assert (sample, difference["field"], difference["token"]) == (2, "token_ids", 1)
     assert {number["name"] for number in first["numbers"]} == {"loss", "gradient norm", "weights digest"}
-    assert all(0 < tensor["differing"] <= tensor["elements"] and tensor["max_abs"] > 0 for tensor in first["tensors"])
-    assert first["tensors"]
+    tensors = first["tensors"]
+    assert tensors and all(0 < tensor["differing"] <= tensor["elements"] and tensor["max_abs"] > 0 for tensor in tensors)
     on = replayed(other, recorded.run, keep_going=True)
     assert (on["steps"], on["matching_steps"], on["first_difference"]["step"]) == (8, ALTERED_STEP, ALTERED_STEP)
     assert [row["step"] for row in on["drift"]] == [5, 6, 7]
     assert all(row["max_abs"] > 0 for row in on["drift"])
-
-
-@pytest.mark.slow
-def test_a_token_altered_in_an_export_is_found_after_the_import(
-    recorded: RecordedRun, run_id: str, log: KafkaLog, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    planned = read_ledger_history(log, recorded.run).steps[ALTERED_STEP].plan[1]
-    broker = ["--bootstrap", recorded.bootstrap]
-    assert main(["topics", "export", recorded.run, str(tmp_path), *broker]) == 0
-    assert main(["topics", "import", str(tmp_path), "--run-id", f"{run_id}-whole", *broker]) == 0
-    (path,) = (tmp_path / recorded.run / "groups" / f"partition={planned.partition}").glob("*.parquet")
-    table = pq.ParquetFile(path).read()
-    rows = table.to_pylist()
-    (row,) = (row for row in rows if row["group"] == planned.group)
-    row["samples"][3]["token_ids"][0] ^= 1
-    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
-    assert main(["topics", "import", str(tmp_path), "--run-id", f"{run_id}-altered", *broker]) == 0
-    capsys.readouterr()
-    assert main(["replay", "train", f"{run_id}-whole", "--json", *broker]) == 0
-    whole, _ = answered(capsys)
-    assert (whole["matching_steps"], whole["digest"]) == (8, recorded.report["weights"]["digest"])
-    assert main(["replay", "train", f"{run_id}-altered", "--json", *broker]) == 1
-    first = answered(capsys)[0]["first_difference"]
-    assert (first["step"], [group["group"] for group in first["groups"]]) == (ALTERED_STEP, [planned.group])
-    ((sample, (difference,)),) = [(found["sample"], found["differences"]) for found in first["groups"][0]["samples"]]
-    assert (sample, difference["field"], difference["token"]) == (3, "token_ids", 0)
 
 
 def test_groups_that_stand_at_other_offsets_are_found_by_their_digest(log: KafkaLog, recorded: RecordedRun) -> None:
@@ -236,21 +206,18 @@ def test_a_what_if_is_a_child_run_in_mlflow_with_its_curves_beside_the_recorded_
     assert "train/kl_behaviour_k3" in child.data.metrics
 
 
-def test_what_a_replay_cannot_change_is_refused_with_the_reason(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(asked(recorded, "--set", "rollout.workers=1")) == 2
-    assert "a replay cannot change rollout.workers: samples are recorded" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "why"),
     [
+        (["--set", "rollout.workers=1"], "a replay cannot change rollout.workers: samples are recorded"),
+        (["--to-step", "8"], "has committed steps 0 to 7"),
         (["--mlflow"], "--mlflow needs --set or --without"),
         (["--export", "made"], "--export needs --set or --without"),
         (["--set", "algorithm.loss=gspo", "--keep-going"], "--keep-going cannot be combined with"),
         (["--set", "algorithm.loss=gspo", "--export", f"{__file__}/made"], "is not writable"),
     ],
 )
-def test_options_that_would_do_nothing_or_fail_in_the_end_are_refused_at_once(
+def test_what_cannot_be_replayed_or_would_do_nothing_or_fail_in_the_end_is_refused_at_once(
     recorded: RecordedRun, words: list[str], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(asked(recorded, *words)) == 2
@@ -266,11 +233,6 @@ def test_another_filter_and_order_make_plans_anew(recorded: RecordedRun, capsys:
     scored = fates["trained"] + fates["filtered"] + fates.get("stale", 0)
     assert scored // 6 <= messages["steps"] <= (scored + fates["unused"]) // 6
     assert (messages["plans"], messages["mlflow_run_id"]) == ("recomputed from the scored groups", None)
-
-
-def test_steps_that_are_not_there_are_named(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(asked(recorded, "--to-step", "8")) == 2
-    assert "has committed steps 0 to 7" in capsys.readouterr().err
 
 
 def test_a_second_trainer_with_another_loss_follows_a_live_run_and_leaves_the_first_as_it_is(

@@ -8,7 +8,7 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline.inspect.records.runs import list_runs
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime.registration.run_registry import find
-from tests.support.worker_set import PIPELINE, WorkerSet, audited, config_of
+from tests.support.worker_set import PIPELINE, audited, config_of, finish
 
 SOLVED_AFTER = """calls = 0
 
@@ -39,9 +39,7 @@ def test_a_task_that_is_solved_after_a_third_of_its_steps_ends_evaluated_exporte
         eval={"source": str(held_out), "every": 100, "samples": 1, "max_new_tokens": 1},
     )
     create(config, log=log, run_id=run_id, notify=lambda _: None)
-    with WorkerSet(log, run_id) as worker_set:
-        worker_set.start_all(config, (*PIPELINE, "evaluator", "tracker"))
-        worker_set.wait()
+    finish(log, run_id, roles=(*PIPELINE, "evaluator", "tracker"))
     ended = find(log, run_id)
     assert ended is not None and ended.status == "finished", "the launcher's status is 0"
     report = json.loads((run_directory(run_id) / "report.json").read_text())

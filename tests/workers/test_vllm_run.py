@@ -51,10 +51,7 @@ def test_a_killed_rollout_worker_under_vllm_leaves_nothing_and_the_run_is_clean(
         _, alive = psutil.wait_procs(family, GONE_S)
         assert not alive, f"{[process.cmdline() for process in alive]} outlived their worker"
         workers.start("rollout", environment={"TMPDIR": str(temporary)})
-        worker_set.wait(lambda: worker_set.report()["status"] == "finished")
-        for name in workers.running:
-            assert workers.ended(name) == 0, workers.text(name)
-        report = worker_set.report()
+        report = workers.finish(worker_set)
     found = audit(KafkaSource(broker, run_id, settings=c_client(broker)))
     assert found.clean, as_text(found)
     assert report["groups"]["trained"] == 24

@@ -1,5 +1,7 @@
 """What each role may write is the table of docs/explanation/security.md, and a record that is not its to write has no effect."""
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
@@ -9,7 +11,8 @@ from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.internal import owners
 from penstock.topics.internal.owners import OWNER_KINDS, Owner
 from penstock.topics.wire.errors import Unusable
-from penstock.topics.wire.record import Outgoing, Record
+from penstock.topics.wire.record import Outgoing
+from tests.support.a_run import outgoing, stored
 from tests.support.paths import ROOT
 from tests.support.strategies import EXAMPLES, MODULES
 
@@ -32,9 +35,7 @@ def test_the_table_of_the_docs_says_what_the_access_rules_allow() -> None:
 
 @pytest.mark.parametrize("name", sorted(READERS))
 def test_a_record_in_a_topic_of_another_kind_is_refused_by_its_schema(name: str) -> None:
-    value = READERS[name].encode(WRITTEN[name])
-    headers = READERS[name].headers(WRITTEN[name], run=RUN).encode(value)
-    record = Record(topic="t", partition=0, offset=0, timestamp_ms=1, key=None, headers=headers, value=value)
+    record = stored(outgoing(READERS[name], WRITTEN[name], run=RUN))
     assert READERS[name].read(record, run=RUN)[1] == WRITTEN[name]
     for other in READERS.keys() - {name}:
         with pytest.raises(Unusable) as refused:
@@ -55,9 +56,7 @@ def test_a_claim_counts_only_from_the_role_whose_place_it_is(user: str, writer: 
     for topic in WRITES[user]:
         for kind in OWNER_KINDS:
             claim = Owner(writer=writer, token="forged", kind=kind, host="elsewhere", time_ns=1)
-            value = owners.encode(claim)
-            headers = owners.headers(claim, run=RUN).encode(value)
-            producer.send(Outgoing(topic=topic, partition=0, key=owners.key(claim), headers=headers, value=value))
+            producer.send(replace(outgoing(owners, claim, run=RUN, key=owners.key(claim)), topic=topic))
     producer.flush(30.0)
     owner.require_held()
     transactions.commit([Outgoing(topic=f"{RUN}.ledger", partition=0, key=None, headers=(), value=b"1")])

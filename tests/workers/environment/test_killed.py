@@ -30,10 +30,7 @@ def test_a_run_whose_workers_are_killed_inside_trajectories_draws_no_answered_tu
         for role in KILLED:
             workers.kill(f"{role}-0")
             workers.start(role)
-        worker_set.wait(lambda: worker_set.report()["status"] == "finished")
-        for name in workers.running:
-            assert workers.ended(name) == 0, workers.text(name)
-        killed = worker_set.report()
+        killed = workers.finish(worker_set)
         drawn = count(read_turns(worker_set.log, run_id))
     assert killed["weights"]["digest"] == plain["weights"]["digest"]
     assert drawn.needless == 0, drawn

@@ -92,17 +92,13 @@ def test_groups_that_all_have_the_full_reward_end_the_run_as_solved(filtered: li
 
 
 EQUAL = "every sample has the reward 1"
+UNSOLVED = [UNTRAINED] * 8, [EQUAL, *[UNTRAINED] * 7], [*[UNTRAINED] * 7, EQUAL], [EQUAL, UNTRAINED, UNTRAINED]
+SOLVED: tuple[list[str], ...] = [], [EQUAL] * 8, [*[EQUAL] * 7, UNTRAINED], [UNTRAINED, *[EQUAL] * 7], [EQUAL, UNTRAINED]
 
 
 @pytest.mark.parametrize(
     ("reasons", "solved"),
-    [
-        *(
-            ([*one], False)
-            for one in ([UNTRAINED] * 8, [EQUAL, *[UNTRAINED] * 7], [*[UNTRAINED] * 7, EQUAL], [EQUAL, UNTRAINED, UNTRAINED])
-        ),
-        *(([*one], True) for one in ([], [EQUAL] * 8, [*[EQUAL] * 7, UNTRAINED], [UNTRAINED, *[EQUAL] * 7], [EQUAL, UNTRAINED])),
-    ],
+    [*((reasons, False) for reasons in UNSOLVED), *((reasons, True) for reasons in SOLVED)],
 )
 def test_groups_without_a_trained_token_are_no_sign_of_a_solved_task_and_one_of_them_does_not_hide_it(
     monkeypatch: pytest.MonkeyPatch, reasons: list[str], solved: bool
