@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from penstock.pipeline.config.plugins import PluginError, load, source_digest
-from tests.support.paths import EXAMPLES
 
 
 def written(folder: Path, name: str, text: str) -> Path:
@@ -100,29 +99,3 @@ def test_the_source_digest_is_known_without_running_the_source_and_follows_its_c
     assert len(source_digest("json.decoder:JSONDecoder")) == 64
     with pytest.raises(PluginError, match="there is no Python module"):
         source_digest("json.nothing:f")
-
-
-def test_the_example_loss_halves_what_mistakes_weigh() -> None:
-    torch = pytest.importorskip("torch")
-    np = pytest.importorskip("numpy")
-    from penstock.infra.backends.base import TokenBatch
-    from penstock.pipeline.algorithms.losses import batch_loss
-
-    forgiving = load("own_loss.py:forgiving", base_dir=EXAMPLES)
-    for advantage, share in ((1.0, 1.0), (-1.0, 0.5)):
-        batch = TokenBatch(
-            input_ids=np.array([[1, 2, 3]]),
-            attention_mask=np.ones((1, 3), dtype=bool),
-            completion_mask=np.array([[False, True]]),
-            behaviour_logprobs=np.array([[0.0, -1.0]], dtype=np.float32),
-            advantages=np.array([advantage], dtype=np.float32),
-            temperatures=np.ones(1, dtype=np.float32),
-            groups=np.zeros(1, dtype=np.int64),
-            samples=np.zeros(1, dtype=np.int64),
-        )
-        logprobs = torch.tensor([[0.0, -1.0]])
-        mine, stats = forgiving(logprobs, batch, aggregate="token_mean")
-        plain, _ = batch_loss(logprobs, batch, aggregate="token_mean")
-        assert float(mine) == pytest.approx(share * float(plain))
-        assert float(plain) == pytest.approx(-advantage)
-        assert stats["tokens"] == 1.0

@@ -12,35 +12,26 @@ from penstock.pipeline.archive.rows import to_table
 from penstock.pipeline.config.load import from_json, from_table, override, to_json
 from penstock.pipeline.config.security import refuse_secrets
 from penstock.topics import ledger, runs
-from penstock.topics.wire.record import Outgoing, Record
 from penstock.topics.wire.secrets import without_passwords
-from tests.support.a_run import CONFIG, RUN, RecordBuilder
+from tests.support.a_run import CONFIG, RUN, RecordBuilder, stored
 
 SECURITY = {"sasl_plain_password": "hush", "security_protocol": "SASL_SSL"}
 OLD = {**CONFIG, "kafka": {"bootstrap": "h:1", "security": SECURITY}, "mlflow": {"tracking_uri": "https://me:hush@host/x"}}
 
 
-def as_read(outgoing: Outgoing) -> Record:
-    return Record(
-        topic=outgoing.topic, partition=0, offset=0, timestamp_ms=0, key=outgoing.key, headers=outgoing.headers, value=bytes(outgoing.value)
-    )
-
-
 def test_a_record_of_a_run_and_its_first_entry_are_read_without_passwords() -> None:
     builder = RecordBuilder(config=OLD)
-    _, state = runs.read(as_read(builder.record()), run=RUN)
-    _, opened = ledger.read(as_read(builder.opened()), run=RUN)
+    _, state = runs.read(stored(builder.record()), run=RUN)
+    _, opened = ledger.read(stored(builder.opened()), run=RUN)
     assert opened.details is not None
     for text in (state.config, opened.details):
-        assert "hush" not in text
-        assert "https://host/x" in text
-        assert '"bootstrap": "h:1"' in text
+        assert "hush" not in text and "https://host/x" in text and '"bootstrap": "h:1"' in text
 
 
 @pytest.mark.parametrize("name", ["runs", "ledger"])
 def test_an_archive_of_such_records_holds_no_password(name: str) -> None:
     builder = RecordBuilder(config=OLD)
-    record = as_read(builder.record() if name == "runs" else builder.opened())
+    record = stored(builder.record() if name == "runs" else builder.opened())
     table = to_table(KINDS[name], [record], run=RUN)
     assert "hush" not in str(table.to_pylist())
     (restored,) = to_records(KINDS[name], table, run=RUN)
@@ -100,8 +91,7 @@ def test_a_secret_in_a_configuration_is_refused_with_its_key_and_is_not_quoted(s
     with pytest.raises(ConfigError) as caught:
         refuse_secrets({section: {name: value}})
     assert str(caught.value).startswith(f"{section}.{name}: the value contains a password or token, which the log would record; ")
-    assert "hush" not in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert "hush" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -68,9 +68,7 @@ def test_all_mistakes_are_told_at_once_each_key_once(wrong: list[str]) -> None:
 
 
 def test_a_list_and_a_section_are_asked_for_in_the_words_of_toml() -> None:
-    assert (
-        answer("reward", "functions", "rew.py:f")
-        == "reward.functions = 'rew.py:f': a list is expected; write reward.functions = [\"rew.py:f\"]"
-    )
+    line = "reward.functions = 'rew.py:f': a list is expected; write reward.functions = [\"rew.py:f\"]"
+    assert answer("reward", "functions", "rew.py:f") == line
     with pytest.raises(ConfigError, match=r"model = 'x': model is a section; write \[model\] with its keys below it"):
         from_table({**LEAST, "model": "x"})

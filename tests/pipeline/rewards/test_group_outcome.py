@@ -130,9 +130,8 @@ def test_samples_without_a_reward_stay_in_the_record_and_out_of_the_filter() -> 
 )
 def test_a_group_with_too_few_or_equal_rewards_is_filtered_with_the_reason(rewards: tuple[float | None, ...], reason: str) -> None:
     score = Score(rewards=rewards, components=tuple((reward,) for reward in rewards))
-    found = group_outcome(
-        drawn(("length",) * 4), ["a", "b", "c", "d"], score, algorithm=AlgorithmSection(truncated="penalise", truncated_penalty=0.0)
-    )
+    algorithm = AlgorithmSection(truncated="penalise", truncated_penalty=0.0)
+    found = group_outcome(drawn(("length",) * 4), ["a", "b", "c", "d"], score, algorithm=algorithm)
     assert (found.outcome, found.reason) == ("filtered", reason)
 
 
@@ -145,9 +144,8 @@ def test_samples_without_a_reward_change_no_advantage_and_are_not_trained(combin
     (recorded,) = [groups.decode(out.value) for out in RecordBuilder().group(list(REWARDS), version=3) if out.topic.endswith(".groups")]
 
     def trained(numbers: list[int]) -> dict[int, float]:
-        score = Score(
-            rewards=tuple(rewards[one] for one in numbers), components=tuple((rewards[one],) for one in numbers), metrics={"a//b%": 3.0}
-        )
+        components = tuple((rewards[one],) for one in numbers)
+        score = Score(rewards=tuple(rewards[one] for one in numbers), components=components, metrics={"a//b%": 3.0})
         found = group_outcome([drawn()[one] for one in numbers], ["x"] * len(numbers), score, algorithm=AlgorithmSection())
         group = replace(recorded, samples=found.samples, metrics=found.metrics)
         groups.decode(groups.encode(group))

@@ -48,18 +48,6 @@ def array(completions, **kwargs):
 def breaks(completions, **kwargs):
     return [1 / 0]
 
-def nan(completions, **kwargs):
-    return [float("nan")] * len(completions)
-
-def short(completions, **kwargs):
-    return [1.0]
-
-def words(completions, **kwargs):
-    return ["1.0"] * len(completions)
-
-def number(completions, **kwargs):
-    return 1.0
-
 def trl_style(completions, completion_ids, trainer_state, **kwargs):
     return [len(ids) + trainer_state.global_step / trainer_state.max_steps for ids in completion_ids]
 
@@ -202,10 +190,6 @@ def test_arrays_and_integers_are_numbers(folder: Path) -> None:
     [
         ("breaks", r"reward mine.py:breaks broke: ZeroDivisionError: .* \(mine.py line \d+\)"),
         ("breaks_slowly", r"reward mine.py:breaks_slowly broke: KeyError: 'gone' \(mine.py line \d+\)"),
-        ("nan", "returned nan for completion 0, which is not finite"),
-        ("short", "returned 1 values for 2 completions"),
-        ("words", "returned '1.0' for completion 0, expected a number or None"),
-        ("number", "returned a float; expected a list of 2 numbers"),
     ],
 )
 def test_what_is_no_reward_is_a_failure_with_its_reason(folder: Path, name: str, words: str) -> None:
@@ -236,12 +220,8 @@ def test_the_source_behind_each_reward_has_a_digest(folder: Path) -> None:
 
 def test_the_example_reward_gives_credit_up_to_the_first_mistake() -> None:
     found = resolve(["own_reward.py:prefix"], base_dir=EXAMPLES)
-    assert found.score(["abcd", "abxd", "", "abcdef"], prompt="p", messages=None, columns={"answer": "abcd"}).rewards == (
-        1.0,
-        0.5,
-        0.0,
-        4 / 6,
-    )
+    score = found.score(["abcd", "abxd", "", "abcdef"], prompt="p", messages=None, columns={"answer": "abcd"})
+    assert score.rewards == (1.0, 0.5, 0.0, 4 / 6)
 
 
 @pytest.mark.parametrize(
@@ -299,10 +279,8 @@ def test_children_score_groups_and_outlive_what_hangs_crashes_and_prints(folder:
     good, last, hung, gone = (ended[key] for key in ("good", "last", "hung", "gone"))
     assert isinstance(good, Done)
     assert Score.of(good.result) == Score(rewards=(1.5, 0.5), components=((1.0, 1.0), (0.0, 1.0)))
-    assert isinstance(last, Done)
-    assert isinstance(hung, Failed)
+    assert isinstance(last, Done) and isinstance(hung, Failed) and isinstance(gone, Failed)
     assert hung.reason == "reward mine.py:hangs took longer than 2 s and was killed"
-    assert isinstance(gone, Failed)
     assert gone.reason == "reward mine.py:hangs ended with exit status 3"
 
 

@@ -223,9 +223,8 @@ def test_what_breaks_costs_its_own_sample_and_says_why_in_one_line(score: Scorer
     assert isinstance(found, Score), found
     assert found.rewards == (1.2, None, 2.2)  # of one call for the two
     assert found.components == ((1.2,), (None,), (2.2,))
-    assert found.broken[1].startswith(words)
     assert list(found.broken) == [1]
-    assert "\n" not in found.broken[1]
+    assert found.broken[1].startswith(words) and "\n" not in found.broken[1]
 
 
 SLOW = pytest.mark.slow  # a hang in C code, and one that ignores signals

@@ -159,8 +159,7 @@ def test_one_child_has_many_groups_at_a_service_at_a_time(serve: Serve) -> None:
 
 def test_an_address_is_recorded_by_its_digest_and_one_with_a_password_is_refused_without_saying_it() -> None:
     assert len(set(digests(["http://judge:8000/a", "http://judge:8000/b"]).values())) == 2
+    reward = {"functions": ["https://me:secret@judge/a"]}
     with pytest.raises(ConfigError, match=r"the address of judge contains a password") as caught:
-        from_table(
-            {"run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": "d"}, "reward": {"functions": ["https://me:secret@judge/a"]}}
-        )
+        from_table({"run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": "d"}, "reward": reward})
     assert "secret" not in str(caught.value)

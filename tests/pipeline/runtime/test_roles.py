@@ -18,8 +18,7 @@ def test_every_topic_of_the_catalogue_is_in_the_graph() -> None:
 @pytest.mark.parametrize("role", roles.ROLES.values(), ids=lambda role: role.name)
 def test_a_role_has_a_module_with_a_main_and_known_topics(role: roles.Role) -> None:
     found = importlib.util.find_spec(role.module)
-    assert found is not None
-    assert found.origin is not None
+    assert found is not None and found.origin is not None
     functions = {node.name for node in ast.parse(Path(found.origin).read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)}
     assert "main" in functions
     assert {*role.reads, *role.writes} <= set(roles.TOPICS)
@@ -71,5 +70,4 @@ def test_the_chart_draws_an_arrow_for_what_flows() -> None:
 
 def test_only_one_feeder_and_one_trainer_may_write_a_run() -> None:
     assert {role.name for role in roles.ROLES.values() if role.single} >= {"feeder", "trainer"}
-    assert not roles.ROLES["rollout"].single
-    assert not roles.ROLES["scorer"].single
+    assert not roles.ROLES["rollout"].single and not roles.ROLES["scorer"].single

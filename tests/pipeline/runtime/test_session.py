@@ -72,9 +72,8 @@ def test_a_record_is_set_aside_once_by_whichever_worker_meets_it_first() -> None
 
 def test_a_worker_that_is_assigned_a_partition_does_not_set_aside_once_more_what_its_last_owner_has() -> None:
     log, bad = log_with(), Unusable("not Arrow", kind="undecodable")
-    records = [
-        Record(topic=f"{RUN}.prompts", partition=number, offset=4, timestamp_ms=0, key=None, headers=(), value=b"?") for number in range(2)
-    ]
+    place = {"topic": f"{RUN}.prompts", "offset": 4, "timestamp_ms": 0, "key": None, "headers": ()}
+    records = [Record(partition=number, value=b"?", **place) for number in range(2)]  # type: ignore[arg-type]
     first, second = (session_of(log, config_of(), role=role).dead_letters for role in ("trainer", "tracker"))
     for letters, record in zip((first, second), records, strict=True):
         letters.write(record, bad)
