@@ -5,8 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import penstock
 from penstock.infra.errors import LogUnreachable
 from tests.support.paths import EXAMPLES, ROOT
 from tests.support.podman import Podman, podman
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.slow,
@@ -62,13 +62,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
         assert built.returncode == 0, built.stderr
         yield opened
     assert str(folder) not in Path("/proc/self/mountinfo").read_text()
-
-
-def wait(until: Callable[[], bool], what: Callable[[], str]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not until():
-        assert time.monotonic() < deadline, what()
-        time.sleep(1.0)
 
 
 def kafka_image(engine: Podman) -> str:
@@ -170,9 +163,9 @@ def test_a_run_in_containers_that_are_all_killed_once_loses_nothing(containers: 
     assert "penstock" in containers.engine("exec", "feeder", "cat", "/proc/1/cmdline")
     assert "Read-only" in containers.engine("exec", "feeder", "touch", "/opt/penstock/file", check=False)
     for count, name in enumerate(("broker", *WORKERS), start=1):
-        wait(lambda least=4 * count: containers.steps() >= least, containers.logs)  # type: ignore[misc]
+        until(lambda least=4 * count: containers.steps() >= least, containers.logs, limit_s=LIMIT_S, every_s=1.0)  # type: ignore[misc]
         containers.kill(name)
-    wait(containers.finished, containers.logs)
+    until(containers.finished, containers.logs, limit_s=LIMIT_S, every_s=1.0)
     report = containers.report()
     assert (report["status"], report["steps"]) == ("finished", steps)
     containers.engine.once(

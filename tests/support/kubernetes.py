@@ -13,8 +13,8 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import yaml
 
 from tests.support.paths import ROOT
 from tests.support.value_sets import BINARIES
+from tests.support.waiting import until
 
 WAIT_S = 1800.0
 GATEWAY, NODES = "192.0.2.1", {"n1": "192.0.2.2", "n2": "192.0.2.3"}
@@ -193,11 +194,7 @@ class Kubernetes:
         return path
 
 
-def wait_for(happened: Callable[[], object], what: str, *, limit_s: float = WAIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not happened():
-        assert time.monotonic() < deadline, f"not within {limit_s:g} s: {what}"
-        time.sleep(0.5)
+wait_for = partial(until, limit_s=WAIT_S, every_s=0.5)
 
 
 def _without_groups() -> bool:

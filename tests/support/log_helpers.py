@@ -14,6 +14,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.topics.catalogue import TopicSpec
 from penstock.topics.wire.record import Outgoing, Record
 from tests.support.bare_clients import c_client
+from tests.support.waiting import until
 
 WAIT_S = 100.0
 
@@ -51,10 +52,7 @@ def write(log: Log, topic: str, values: Sequence[bytes], *, partition: int = 0) 
 def settle(log: Log, *topics: str) -> None:
     """Wait until no transaction is open in the topics' first partitions; its end is written some ms after its commit returned."""
     places = [(topic, 0) for topic in topics]
-    deadline = time.monotonic() + WAIT_S
-    while log.end_offsets(places) != log.end_offsets(places, committed=False):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: log.end_offsets(places) == log.end_offsets(places, committed=False), limit_s=WAIT_S)
 
 
 class OpenTransaction(Protocol):

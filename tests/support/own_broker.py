@@ -2,11 +2,11 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 from penstock.infra.broker import embedded
 from tests.support.log_helpers import WAIT_S
+from tests.support.waiting import until
 
 
 class OwnBroker:
@@ -27,10 +27,7 @@ class OwnBroker:
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
         self._signal(signal.SIGKILL)
-        deadline = time.monotonic() + WAIT_S
-        while embedded.status(self.home).running:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: not embedded.status(self.home).running, limit_s=WAIT_S)
 
     def freeze(self) -> None:
         """SIGSTOP: it answers nothing, but its connections stand."""

@@ -7,12 +7,13 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+
+from tests.support.waiting import until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 LIMIT_S = 300.0
@@ -97,10 +98,7 @@ class Slurm:
 
     def wait(self, condition: Callable[[], bool], what: Callable[[], str], limit_s: float = LIMIT_S) -> None:
         """Wait for a condition; fails with `what` after `limit_s`."""
-        deadline = time.monotonic() + limit_s
-        while not condition():
-            assert time.monotonic() < deadline, what()
-            time.sleep(0.5)
+        until(condition, what, limit_s=limit_s, every_s=0.5)
 
 
 @contextmanager

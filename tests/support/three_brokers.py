@@ -6,7 +6,6 @@ The rule: what a test needs to know of the cluster (leader, replicas in sync) it
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from kafka import errors as kafka_errors
 
 from penstock.infra.broker import access, process, settings
 from penstock.infra.broker.process import find_java
+from tests.support.waiting import until
 
 LIMIT_S = 150.0
 _UNCLEAN = 1  # Kafka's number of the kind of election
@@ -146,12 +146,9 @@ class ThreeBrokers:
 
         self.wait(elected, f"{topic}/{partition} is led by node {node}")
 
-    def wait(self, until: Callable[[], bool], what: str, *, limit_s: float = LIMIT_S) -> None:
+    def wait(self, holds: Callable[[], bool], what: str, *, limit_s: float = LIMIT_S) -> None:
         """Wait for a condition; a question that the cluster does not answer at the moment is asked again."""
-        deadline = time.monotonic() + limit_s
-        while not _answered(until):
-            assert time.monotonic() < deadline, f"not within {limit_s:g} s: {what}"
-            time.sleep(0.05)
+        until(lambda: _answered(holds), what, limit_s=limit_s, every_s=0.05)
 
     @contextmanager
     def admin(self) -> Iterator[Any]:

@@ -6,11 +6,11 @@ import re
 import shutil
 import signal
 import socket
-import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 from penstock.infra.broker import embedded
 from penstock.infra.kafka.log import KafkaLog
 from penstock.topics.wire.record import Outgoing
+from tests.support import waiting
 from tests.support.children import child
 from tests.support.launched import launched, pids, toml_of
 from tests.support.paths import ROOT
@@ -57,11 +58,7 @@ def get(url: str, **query: str) -> str:
         return response.read().decode()
 
 
-def until(holds: Callable[[], object], why: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not holds():
-        assert time.monotonic() < deadline, why()
-        time.sleep(1.0)
+until = partial(waiting.until, limit_s=LIMIT_S, every_s=1.0)
 
 
 class Prometheus:

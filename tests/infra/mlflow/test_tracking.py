@@ -4,7 +4,6 @@ import shutil
 import sqlite3
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from penstock.infra.mlflow.tracking import MAX_POINTS, MlflowRun, Point, Target,
 from penstock.infra.mlflow.uploader import Delivery, Uploader
 from penstock.topics.wire.secrets import without_password
 from tests.support.children import child
+from tests.support.waiting import until
 
 WAIT_S = 60.0
 
@@ -158,7 +158,7 @@ def test_a_store_that_comes_back_older_or_empty_gets_everything_again(target: Ta
     said: list[str] = []
     uploader = Uploader(target, lines, notify=said.append)
     uploader.start()
-    wait_for(lambda: uploader.queued == 0)
+    until(lambda: uploader.queued == 0)
     before = uploader.run_id
     connection = sqlite3.connect(tmp_path / "mlflow.db")
     with connection:  # as after a restore of yesterday's backup
@@ -177,7 +177,7 @@ def test_a_second_run_made_by_an_answer_that_came_late_is_noticed_at_the_end(tar
     lines = Lines([points(number) for number in range(3)])
     uploader = Uploader(target, lines, notify=lambda _text: None)
     uploader.start()
-    wait_for(lambda: uploader.queued == 0)
+    until(lambda: uploader.queued == 0)
     client = MlflowRun(target)._client
     experiment = client.get_run(uploader.run_id).info.experiment_id
     rival = client.create_run(experiment, start_time=1, tags={"penstock.run": target.run}).info.run_id  # before ours in their order
@@ -193,7 +193,7 @@ def test_an_artifact_store_that_raises_errors_of_its_own_keeps_nothing_else_from
     uploader = Uploader(target, Lines([points(0)]), notify=said.append)
     missing = tmp_path / "missing.txt"
     uploader.finish("KILLED", artifacts=[missing])
-    wait_for(lambda: bool(said))
+    until(lambda: bool(said))
     assert held(MlflowRun(replace(target, over=True)))[0].info.status == "KILLED"
     missing.write_text("there now")
     assert uploader.wait(WAIT_S)
@@ -220,7 +220,7 @@ def test_a_process_killed_while_it_makes_the_database_leaves_none_that_is_broken
     path = tmp_path / "mlflow.db"
     command = [sys.executable, "-c", MAKE, f"sqlite:///{path}"]
     with child(command):
-        wait_for(lambda: tables(tmp_path / ".mlflow.db.new") > 60)
+        until(lambda: tables(tmp_path / ".mlflow.db.new") > 60)
     assert not path.exists()
     run = MlflowRun(Target(run="demo-1", uri=f"sqlite:///{path}", experiment="e"))
     run.log(points(1), position={})
@@ -239,14 +239,6 @@ def tables(path: Path) -> int:
         return 0
     finally:
         connection.close()
-
-
-def wait_for(true: Callable[[], bool]) -> None:
-    """Wait for something to become true."""
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_deleted_experiment_is_one_clear_error(target: Target) -> None:

@@ -16,6 +16,7 @@ from penstock.infra.sandbox.spawn import ChildError
 from penstock.infra.sandbox.timed_pool import ChildPool, Done, Failed
 from tests.support.children import child, end_in_time, runs, time_that_passes_after
 from tests.support.paths import ROOT
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.costly  # starts processes
 
@@ -203,13 +204,6 @@ def test_a_start_that_hangs_is_not_waited_for_for_ever(pool: Pool, tmp_path: Pat
     ours.submit("call", {})
     with pytest.raises(ChildError, match=r"took longer than 0.3 s and was killed"):
         collect(ours)
-
-
-def until(condition: Callable[[], bool], within_s: float = 120.0) -> None:
-    end = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.01)
 
 
 def test_a_killed_call_takes_what_it_started_with_it(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,7 @@ import json
 import re
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +41,7 @@ from penstock.topics import ledger
 from tests.support.a_run import RUN, RecordBuilder, folded, view_of
 from tests.support.page_records import EVIL, OTHER, log_with, two_runs, write
 from tests.support.paths import ROOT
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -343,14 +343,6 @@ def test_the_list_of_runs_opens_none_and_only_those_opened_last_are_followed(mon
     assert {run: runs.summary(run) for run in (RUN, OTHER)} == listed
     runs.close()
     assert following == []
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    limit = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < limit
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(

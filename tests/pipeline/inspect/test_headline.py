@@ -68,10 +68,8 @@ def test_held_out_accuracy_waste_and_the_bottleneck_are_in_the_headline() -> Non
 
 
 def test_what_needs_attention_says_which_setting_may_help_and_is_the_same_on_the_page_and_in_the_text() -> None:
-    builder, view = RecordBuilder(steps=2), RunView(run=RUN)
-    error = {"status": "failed", "error": "no GPU"}
-    for record in as_records([*builder.whole(), builder.measured_by("scorer-0", kind="final", labels=error)]):
-        view.fold(record)
+    builder, error = RecordBuilder(steps=2), {"status": "failed", "error": "no GPU"}
+    view = view_of([*builder.whole(), builder.measured_by("scorer-0", kind="final", labels=error)])
     assert attention(summarise(view)) == ["scorer-0 failed: no GPU"]
     for step in view.steps.values():
         step.metrics.update(truncated_share=0.9, ess=0.1)

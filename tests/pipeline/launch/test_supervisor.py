@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from penstock.pipeline.launch import restart_policy, run_lock
 from penstock.pipeline.launch.supervisor import LONGEST_STOP, Failure, Supervisor, Worker
 from penstock.topics.ledger import Entry
 from tests.support.children import child, end_in_time, runs, time_that_passes_after
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.costly  # starts processes
 
@@ -68,15 +69,6 @@ def at_work_in(directory: Path, *, said: list[str], programs: dict[str, str]) ->
     worker_set.start()
     until(lambda: at_work(worker_set))
     return worker_set
-
-
-def until(holds: Callable[[], Any], *, limit_s: float = 120.0) -> Any:
-    """What `holds` gives once that is true."""
-    deadline = time.monotonic() + limit_s
-    while not (found := holds()):
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.02)
-    return found
 
 
 def seen(*, over: bool = False, progress: int = 0) -> RunView:

@@ -5,7 +5,6 @@ import logging
 import re
 import socket
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from penstock.pipeline.runtime.reporting.health_and_metrics import HEALTH, TURN_
 from penstock.pipeline.runtime.reporting.log_lines import LOG_JSON, log_line
 from penstock.pipeline.runtime.reporting.reporter import Reporter
 from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, outgoing, write
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -111,9 +111,7 @@ def test_prometheus_reads_what_has_happened_to_the_clients_of_the_log(broker: st
     assert (counted("fenced_total"), counted("transaction_retries_total") >= 1) == (1, True)
     write(log, topic, [b"1", b"2", b"3"])
     heard = Heard(log.member(f"{run_id}.group", [topic]))
-    deadline = time.monotonic() + WAIT_S
-    while counted("lag") != 3:
-        assert time.monotonic() < deadline
+    until(lambda: counted("lag") == 3, limit_s=WAIT_S)
     listen(heard, until=lambda: len(heard.records) == 3)
     assert (counted("lag"), counted("rebalances_total") >= 1) == (0, True)
     heard.member.close()

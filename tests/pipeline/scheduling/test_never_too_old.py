@@ -88,6 +88,7 @@ class World:
             if wanted is None or engine.idle or self.schedule.loads_at == "step":
                 if wanted is not None:
                     engine.load_weights(wanted, weights(wanted))
+                assert rules.may_start(min_version=oldest, loaded_version=engine.version)
                 task = self.queue.pop(index)
                 groups_in_flight[task.group] = task
                 begun = task.to_generate(oversample=self.schedule.oversample)
@@ -136,6 +137,7 @@ class World:
                 return
         found = self.selector.take(learner_version=learner)
         for stale in self.selector.newly_stale:
+            assert self.schedule.max_lag > 0
             self._ends(stale.group, "stale")
         self.selector.newly_stale.clear()
         if found is None:
@@ -162,16 +164,17 @@ class World:
     order=st.sampled_from([None, "submission", "arrival"]),
     stale_in_hand=st.sampled_from([None, "finish", "abort", "continue"]),
     max_lag=st.integers(0, 3),
-    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2)),
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)),
     oversample=st.integers(0, 2),
     oversample_groups=st.integers(0, 5),
     workers=st.integers(1, 3),
     side_by_side=st.integers(1, 3),
     hurry=st.floats(0.1, 0.9),
-    drop=st.floats(0, 0.4),
+    drop=st.floats(0, 0.6),
+    steps=st.integers(1, 6),
 )
 def test_whatever_the_timing_no_token_is_trained_beyond_max_lag_and_every_run_ends(
-    seed, mode, order, stale_in_hand, max_lag, sizes, oversample, oversample_groups, workers, side_by_side, hurry, drop
+    seed, mode, order, stale_in_hand, max_lag, sizes, oversample, oversample_groups, workers, side_by_side, hurry, drop, steps
 ):
     lagging = MODES[mode].loads_at == "step"
     schedule = preset(
@@ -185,7 +188,7 @@ def test_whatever_the_timing_no_token_is_trained_beyond_max_lag_and_every_run_en
         oversample=oversample,
         oversample_groups=oversample_groups if lagging and order != "submission" else 0,
     )
-    world = World(schedule, 6, [ToyEngine(capacity=side_by_side) for _ in range(workers)])
+    world = World(schedule, steps, [ToyEngine(capacity=side_by_side) for _ in range(workers)])
     rng = random.Random(seed)
     share = [rng.random() for _ in range(workers)]  # some workers are slow
     for _ in range(30_000):
@@ -196,5 +199,6 @@ def test_whatever_the_timing_no_token_is_trained_beyond_max_lag_and_every_run_en
         else:
             rng.choice([world.feed, lambda: world.score(rng, drop), world.train])()
     assert world.done == world.steps
+    assert world.admitted - world.selector.drops <= world.steps * schedule.prompts_per_step
     assert list(world.fates.values()).count("trained") == world.steps * schedule.prompts_per_step
     assert max(learner - version for learner, version in world.trained) <= schedule.max_lag

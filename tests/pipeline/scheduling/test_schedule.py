@@ -1,10 +1,6 @@
-"""The schedule's integer rules, one by one and driven together in a random world."""
-
-import random
+"""The schedule's integer rules, one by one."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.rules import MODES, Schedule, preset
@@ -117,72 +113,3 @@ def test_a_group_that_is_too_old_is_set_aside_as_stale_and_counts_as_dropped():
     assert selector.take(learner_version=2).group == 1
     assert [found.group for found in selector.newly_stale] == [0]
     assert selector.drops == 1
-
-
-@settings(max_examples=60)
-@given(
-    seed=st.integers(0, 2**32),
-    mode=st.sampled_from(sorted(MODES)),
-    order=st.sampled_from(["submission", "arrival"]),
-    groups=st.integers(1, 5),
-    steps_per_version=st.integers(1, 3),
-    steps=st.integers(1, 9),
-    workers=st.integers(1, 4),
-    drop=st.floats(0, 0.6),
-)
-def test_in_a_random_world_every_run_ends_and_nothing_is_trained_too_old(
-    seed, mode, order, groups, steps_per_version, steps, workers, drop
-):
-    """Feeder, rollout workers, scorer and trainer act in random order under the rules; each group ends once."""
-    random_source = random.Random(seed)
-    schedule = schedule_of(mode, groups=groups, steps_per_version=steps_per_version, order=order)
-    selector, admitted, fates = Selector(schedule), 0, dict[int, str]()
-    queue: list[tuple[int, int]] = []
-    loaded, drawn = [0] * workers, list[tuple[int, int]]()
-    newest, done, plan = 0, 0, list[Candidate]()
-    for _ in range(20_000):
-        if done == steps:
-            break
-        action = random_source.choice(["feed", "draw", "score", "train"])
-        if action == "feed" and admitted < rules.admission_limit(schedule, newest_version=newest, dropped=selector.drops, steps=steps):
-            slot = rules.slot_of(admitted=admitted, dropped=selector.drops)
-            queue.append((admitted, rules.min_version(schedule, slot=slot, newest_version=newest)))
-            admitted += 1
-        elif action == "draw" and queue:
-            worker = random_source.randrange(workers)
-            index = rules.next_in_line(queue, loaded_version=loaded[worker], newest_version=newest)
-            if index is not None:
-                number, oldest = queue.pop(index)
-                wanted = rules.version_to_load(schedule, min_version=oldest, newest_version=newest, loaded_version=loaded[worker])
-                loaded[worker] = loaded[worker] if wanted is None else wanted
-                assert rules.may_start(min_version=oldest, loaded_version=loaded[worker])
-                drawn.append((number, loaded[worker]))
-        elif action == "score" and drawn:
-            number, version = drawn.pop(random_source.randrange(len(drawn)))
-            outcome = "filtered" if random_source.random() < drop else "scored"
-            selector.add(candidate(number, outcome, version=version))
-            if outcome != "scored":
-                assert fates.setdefault(number, outcome) == outcome
-        elif action == "train":
-            version = rules.version_after(done, steps_per_version=steps_per_version)
-            if schedule.starts_on == "round" and not plan and done % steps_per_version == 0:
-                left = (steps - done) * groups
-                if not selector.ready(min(schedule.round_groups, left)):
-                    continue
-            found = selector.take(learner_version=version)
-            for stale in selector.newly_stale:
-                assert schedule.max_lag > 0
-                assert fates.setdefault(stale.group, "stale") == "stale"
-            selector.newly_stale.clear()
-            if found is not None:
-                assert rules.lag(learner_version=version, policy_version_min=found.policy_version_min) <= schedule.max_lag
-                assert fates.setdefault(found.group, "trained") == "trained"
-                plan.append(found)
-            if len(plan) == groups:
-                plan.clear()
-                done += 1
-                if rules.publishes(done - 1, steps=steps, steps_per_version=steps_per_version):
-                    newest = rules.versions_of(done, steps_per_version=steps_per_version)
-    assert done == steps
-    assert list(fates.values()).count("trained") == steps * groups
-    assert admitted - selector.drops <= steps * groups

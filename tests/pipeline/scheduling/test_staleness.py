@@ -1,5 +1,7 @@
 """How old tokens and groups are: the summaries, and what a step says of what it trained."""
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -38,18 +40,12 @@ def test_a_summary_is_ordered_and_fractions_add_up(lags: list[int]) -> None:
 def group_of(number: int, samples: list[dict[str, Any]]) -> Group:
     """A group of four samples of eight tokens, changed as said."""
     group = groups.decode(RecordBuilder().group([1.0, 0.0, 1.0, 0.0], version=5)[-1].value)
-    changed = []
-    for index, sample in enumerate(group.samples):
-        tokens = 8
-        rollout = replace(
-            sample.rollout,
-            group=number,
-            token_ids=np.arange(tokens, dtype=np.int32),
-            behaviour_logprobs=np.zeros(tokens, np.float32),
-            loss_mask=np.ones(tokens, bool),
-            **(samples[index] if index < len(samples) else {}),
-        )
-        changed.append(replace(sample, rollout=rollout))
+    ids, logprobs, mask = np.arange(8, dtype=np.int32), np.zeros(8, np.float32), np.ones(8, bool)
+    plain = {"group": number, "token_ids": ids, "behaviour_logprobs": logprobs, "loss_mask": mask}
+    changed = [
+        replace(sample, rollout=replace(sample.rollout, **{**plain, **more}))
+        for sample, more in itertools.zip_longest(group.samples, samples, fillvalue={})
+    ]
     return replace(group, group=number, samples=tuple(changed))
 
 
@@ -71,18 +67,23 @@ class Backend:
         return StepResult(grad_norm=1.0, lr=0.1)
 
 
-def test_a_step_says_how_old_its_groups_and_its_trained_tokens_are() -> None:
+def measured(*found: Group) -> Mapping[str, float]:
+    """What a step of version 5 says of these groups."""
     pytest.importorskip("torch")
     from penstock.pipeline.config.load import from_table
     from penstock.pipeline.learner.train_step import Objective, Step
 
     config = from_table({"run": {"steps": 1}, "model": {"path": "/m"}, "data": {"source": "x.jsonl"}})
     step = Step(Backend(), Objective.of(config), number=5)  # type: ignore[arg-type]
+    for group in found:
+        step.add(group)
+    return step.finish(learner_version=5).metrics
+
+
+def test_a_step_says_how_old_its_groups_and_its_trained_tokens_are() -> None:
     mixed = spans([3, 5], [0, 2])  # two tokens of version 3, six of version 5
     aborted = {**spans([4], [0]), "finish": "abort"}
-    step.add(group_of(0, [mixed, aborted, spans([5], [0]), spans([5], [0])]))
-    step.add(group_of(1, [spans([5], [0])] * 4))
-    found = step.finish(learner_version=5).metrics
+    found = measured(group_of(0, [mixed, aborted, spans([5], [0]), spans([5], [0])]), group_of(1, [spans([5], [0])] * 4))
     assert {name: found[name] for name in found if "lag" in name or "spans" in name} == pytest.approx({
         "lag_min": 0.0, "lag_mean": 1.0, "lag_max": 2.0, "lag_p95": 2.0,
         "lag_steps_min": 0.0, "lag_steps_mean": 1.0, "lag_steps_max": 2.0, "lag_steps_p95": 2.0,
@@ -93,15 +94,5 @@ def test_a_step_says_how_old_its_groups_and_its_trained_tokens_are() -> None:
 
 
 def test_tokens_that_are_not_trained_have_no_lag() -> None:
-    pytest.importorskip("torch")
-    from penstock.pipeline.config.load import from_table
-    from penstock.pipeline.learner.train_step import Objective, Step
-
-    config = from_table({"run": {"steps": 1}, "model": {"path": "/m"}, "data": {"source": "x.jsonl"}})
-    step = Step(Backend(), Objective.of(config), number=5)  # type: ignore[arg-type]
-    group = group_of(0, [spans([1, 5], [0, 2])])
-    first = group.samples[0]
-    mask = np.array([False] * 2 + [True] * 6)
-    step.add(replace(group, samples=(replace(first, rollout=replace(first.rollout, loss_mask=mask)), *group.samples[1:])))
-    found = step.finish(learner_version=5).metrics
+    found = measured(group_of(0, [{**spans([1, 5], [0, 2]), "loss_mask": np.array([False] * 2 + [True] * 6)}]))
     assert (found["token_lag_max"], found["lag_max"], found["tokens_at_lag_0"]) == (0.0, 0.0, 1.0)

@@ -1,7 +1,6 @@
 """Scorers join, leave and are cut off while rewards are computed: every group ends once, and no scorer ends."""
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from penstock.pipeline.rewards.scoring import CHILD, spec
 from penstock.workers.scorer import group_buffer, worker
 from penstock.workers.scorer.worker import Scorer
 from tests.support.scorers import GROUPS, HeldPool, Impatient, config_of, filled, outcomes, scorer_of
+from tests.support.waiting import until
 
 MOVES = st.lists(st.tuples(st.sampled_from(["join", "leave", "evict", "turn", "turn", "end", "end"]), st.integers(0, 20)), max_size=40)
 
@@ -149,20 +149,14 @@ def scaled(log: Log, connect: Callable[[], Log], run: str, reward: str) -> None:
         threads.append(threading.Thread(target=work, args=(slot, stops[-1]), daemon=True))
         threads[-1].start()
 
-    def wait_for(count: int) -> None:
-        deadline = time.monotonic() + 400
-        while len(outcomes(log, run)) < count and not failures:
-            assert time.monotonic() < deadline, outcomes(log, run)
-            time.sleep(0.05)
-
     for slot in range(4):
         start(slot)
-    wait_for(1)
+    until(lambda: len(outcomes(log, run)) >= 1 or failures, lambda: outcomes(log, run), limit_s=400.0, every_s=0.05)
     start(4)
-    wait_for(5)
+    until(lambda: len(outcomes(log, run)) >= 5 or failures, lambda: outcomes(log, run), limit_s=400.0, every_s=0.05)
     for stop in stops[:2]:
         stop.set()
-    wait_for(GROUPS)
+    until(lambda: len(outcomes(log, run)) >= GROUPS or failures, lambda: outcomes(log, run), limit_s=400.0, every_s=0.05)
     for stop, thread in zip(stops, threads, strict=True):
         stop.set()
         thread.join(200.0)

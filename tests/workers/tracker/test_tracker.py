@@ -4,7 +4,6 @@ import json
 import shutil
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from penstock.topics.catalogue import RUNS_SPEC, topics_of
 from penstock.topics.wire.record import Outgoing
 from penstock.workers.tracker import metrics_file, worker
 from tests.support.a_run import RUN, RecordBuilder
+from tests.support.waiting import until
 
 STEPS = 5
 History = Callable[[str], list[tuple[int, int, float]]]
@@ -293,9 +293,7 @@ def test_a_second_tracker_of_the_same_run_writes_nothing(log, tmp_path: Path, mo
     _, records = built(**WITHOUT_MLFLOW)
     write(log, records[:-10])
     followed()
-    deadline = time.monotonic() + 120.0
-    while not (run_directory(tmp_path) / "metrics.jsonl").exists() or not points_in(tmp_path):
-        assert time.monotonic() < deadline
+    until(lambda: (run_directory(tmp_path) / "metrics.jsonl").exists() and points_in(tmp_path))
     with pytest.raises(Fenced, match=r"another tracker of this run is already writing to .*metrics\.jsonl"):
         follow(log)
 

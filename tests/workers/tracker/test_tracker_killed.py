@@ -26,6 +26,7 @@ from penstock.workers.tracker import worker
 from tests.support.a_run import RecordBuilder
 from tests.support.mlflow_server import MlflowServer
 from tests.support.processes import Processes
+from tests.support.waiting import until
 
 LIMIT_S = 120.0
 Point = tuple[str, int, int, float | None]
@@ -126,14 +127,6 @@ def count(database: Path, table: str) -> int:
     return next(iter(rows(database, f"select count(*) from {table}")), (0,))[0]
 
 
-def wait_for(true: Callable[[], Any], *, limit_s: float = LIMIT_S) -> None:
-    """Wait for something to become true."""
-    deadline = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.02)
-
-
 def of_client(uri: str, keys: Iterable[str]) -> tuple[Any, list[Point]]:
     """The one MLflow run there is, and its points, as MLflow's client has them."""
     import mlflow
@@ -174,7 +167,7 @@ def test_a_tracker_killed_again_and_again_has_every_point_once(story, broker: st
         for kill in range(3):
             before = count(database, "metrics") + chance.randrange(20, 120)
             workers.start("tracker", environment=settings, before=hurry)
-            wait_for((lambda: count(unborn, "sqlite_master") > 60) if kill == 0 else lambda: count(database, "metrics") > before)  # noqa: B023
+            until((lambda: count(unborn, "sqlite_master") > 60) if kill == 0 else lambda: count(database, "metrics") > before)  # noqa: B023
             workers.kill("tracker")
             built.tell(140 if kill < 2 else None)
             if kill > 0:  # and the machine with it: the end of the file is lost
@@ -198,40 +191,40 @@ def test_a_server_that_dies_hangs_and_breaks_under_a_tracker_that_is_killed_has_
             workers.start("tracker", environment=settings, before=hurry)
 
         def grown(rows: int) -> Callable[[], bool]:
-            until = count(server.database, "metrics") + rows
-            return lambda: count(server.database, "metrics") >= until
+            enough = count(server.database, "metrics") + rows
+            return lambda: count(server.database, "metrics") >= enough
 
         def written(lines: int) -> Callable[[], bool]:
-            until = built.file.read_bytes().count(b"\n") + lines
-            return lambda: built.file.read_bytes().count(b"\n") >= until
+            enough = built.file.read_bytes().count(b"\n") + lines
+            return lambda: built.file.read_bytes().count(b"\n") >= enough
 
         built.tell(100)
         follow()  # nobody answers yet
-        wait_for(lambda: "does not respond" in workers.text("tracker"))
+        until(lambda: "does not respond" in workers.text("tracker"))
         server.start()
         for turn in range(3):
-            wait_for(grown(chance.randrange(10, 60)))
+            until(grown(chance.randrange(10, 60)))
             server.kill()
             built.tell(60)
-            wait_for(written(10))
+            until(written(10))
             if turn == 1:
                 workers.kill("tracker")
                 follow()
             with server.broken() as asked:
-                wait_for(lambda asked=asked: asked)
+                until(lambda asked=asked: asked)
                 built.tell(30)
             server.start()
             built.tell(60)
-            wait_for(grown(chance.randrange(10, 60)))
+            until(grown(chance.randrange(10, 60)))
             server.signal(signal.SIGSTOP)
             built.tell(60)
-            wait_for(written(10))
+            until(written(10))
             if turn != 1:  # a request that was given up on is still in the server's hands
                 workers.kill("tracker")
                 follow()
-                wait_for(lambda: workers.text("tracker").count("MLflow at") > 1)
+                until(lambda: workers.text("tracker").count("MLflow at") > 1)
             server.signal(signal.SIGCONT)
-            wait_for(grown(chance.randrange(10, 60)))
+            until(grown(chance.randrange(10, 60)))
             workers.kill("tracker")
             built.tell(60)
             follow()
