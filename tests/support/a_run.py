@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from penstock.pipeline.inspect.run_view import RunView
-from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs
+from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.groups import ScoredSample
 from penstock.topics.ledger import Entry, Planned
 from penstock.topics.metrics import Measurement
 from penstock.topics.rollouts import Rollout
+from penstock.topics.weights import Chunk
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Outgoing, Record
 from tests.support.examples import group_of, prompt_of, sample_of
@@ -197,6 +198,12 @@ def stored(sent: Outgoing, offset: int = 0, *, timestamp_ms: int = 0) -> Record:
         topic=sent.topic, partition=sent.partition, offset=offset, timestamp_ms=timestamp_ms, key=sent.key, headers=sent.headers,
         value=bytes(sent.value),
     )  # fmt: skip
+
+
+def with_chunk(record: Record, chunk: Chunk, *, run: str = RUN) -> Record:
+    """The record with another chunk, under a right checksum."""
+    value = weights.encode_chunk(chunk)
+    return replace(record, value=value, headers=weights.chunk_headers(chunk, run=run).encode(value))
 
 
 def as_records(built: Iterable[Outgoing]) -> list[Record]:

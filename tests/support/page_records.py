@@ -6,10 +6,11 @@ from typing import Any
 
 from penstock.infra.log import Log
 from penstock.infra.memory.log import MemoryLog
-from penstock.topics import groups
+from penstock.topics import groups, runs
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
+from penstock.topics.runs import RunRecord
 from penstock.topics.wire.record import Outgoing
-from tests.support.a_run import CREATED_S, RUN, RecordBuilder
+from tests.support.a_run import CREATED_S, RUN, RecordBuilder, outgoing
 
 EVIL = "</script><img src=x onerror=alert(1)> \u2028 <!-- <script>"
 
@@ -29,6 +30,11 @@ def write(log: Log, records: Iterable[Outgoing]) -> None:
         producer.send(record)
     producer.flush(60.0)
     producer.close()
+
+
+def register(log: Log, record: RunRecord, *, topic: str = RUNS_TOPIC, key: bytes | None = None) -> None:
+    """Write what a run is as anybody may, with no signature but what the record has."""
+    write(log, [replace(outgoing(runs, record, run=record.run, key=record.run.encode() if key is None else key), topic=topic)])
 
 
 OTHER = "demo-2"

@@ -1,5 +1,6 @@
 """A run that trains adapters publishes them: every worker forms the weights that merged publication gives, bit for bit."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,9 +9,9 @@ from typing import Any
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.inspect.audit.report import audit
 from penstock.topics import weights
-from tests.support.listed_records import Listed
+from tests.support.edited_run import EditedRun
+from tests.support.listed_records import broken
 from tests.support.trainer_alone import outcome_of
 from tests.support.worker_set import WorkerSet, audited, complete, config_of, records_of
 
@@ -71,26 +72,15 @@ def test_workers_that_join_late_and_a_trainer_that_comes_back_go_on_with_adapter
 def test_the_audit_finds_a_damaged_adapter_and_one_whose_digest_does_not_fit(adapters: tuple[MemoryLog, dict[str, Any]]) -> None:
     log, run_id = adapters[0], "adapters-auto"
     records = [record for topic in log.topics(f"{run_id}.") for record in records_of(log, topic)]
-    sound = audit(Listed(run_id, records))
-    assert sound.clean
-    places = [index for index, record in enumerate(records) if record.topic == f"{run_id}.weights" and record.partition >= weights.FIRST]
-    chunks = {index: weights.read_chunk(records[index], run=run_id)[1] for index in places}
-    place, chunk = next((index, chunk) for index, chunk in chunks.items() if chunk.version)  # version 0 is no adapter
-    wrong = replace(chunk, data=bytes(chunk.data[:200]) + bytes([chunk.data[200] ^ 1]) + bytes(chunk.data[201:]))
-    value = weights.encode_chunk(wrong)
-    damaged = replace(records[place], value=value, headers=weights.chunk_headers(wrong, run=run_id).encode(value))
-    assert broken(run_id, records, place, damaged) == {"chunks"}
-    at = next(
-        index for index, record in enumerate(records)
-        if record.topic == f"{run_id}.weights" and record.partition == 0 and weights.read(record, run=run_id)[1].encoding == "adapter"
-    )  # fmt: skip
-    manifest = weights.read(records[at], run=run_id)[1]
-    other = replace(manifest, digest=manifest.digest[:-1] + ("0" if manifest.digest[-1] != "0" else "1"))
-    value = weights.encode(other)
-    wrong_digest = replace(records[at], value=value, headers=weights.headers(other, run=run_id).encode(value))
-    assert "digests" in broken(run_id, records, at, wrong_digest)
 
+    def found_in(kind: str, where: dict[str, Any], change: Callable[[Any], Any]) -> set[str]:
+        edited = EditedRun(run_id, records)
+        edited.alter(kind, change, where=where)
+        return broken(edited.audit())
 
-def broken(run: str, records: list[Any], index: int, instead: Any) -> set[str]:
-    result = audit(Listed(run, [*records[:index], instead, *records[index + 1 :]]))
-    return {one.check.name for one in result.results if one.violations}
+    def damaged(chunk: weights.Chunk) -> weights.Chunk:
+        return replace(chunk, data=bytes(chunk.data[:200]) + bytes([chunk.data[200] ^ 1]) + bytes(chunk.data[201:]))
+
+    EditedRun(run_id, records).clean()
+    assert found_in("chunks", {"version": 1}, damaged) == {"chunks"}
+    assert "digests" in found_in("manifests", {"encoding": "adapter"}, lambda held: replace(held, digest=held.digest[::-1]))

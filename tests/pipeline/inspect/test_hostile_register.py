@@ -17,7 +17,7 @@ from penstock.topics.ledger import Entry
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.record import Outgoing
 from tests.support.a_run import CONFIG
-from tests.support.page_records import log_with
+from tests.support.page_records import log_with, register
 
 NOW_NS = time.time_ns()
 MINE = RunRecord(run="mine", status="finished", config=json.dumps(CONFIG), info='{"steps": 3}', created_ns=NOW_NS, updated_ns=NOW_NS)
@@ -33,12 +33,6 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MemoryLog:
         log.create_topics(topics_of(run, partitions=1))
     write(log, MINE)
     return log
-
-
-def append(log: MemoryLog, record: RunRecord, *, topic: str = RUNS_TOPIC, key: bytes | None = None) -> None:
-    value = runs.encode(record)
-    headers = runs.headers(record).encode(value)
-    log.producer().send(Outgoing(topic=topic, partition=0, key=record.run.encode() if key is None else key, headers=headers, value=value))
 
 
 def assert_mine_is_there(log: MemoryLog) -> None:
@@ -77,13 +71,13 @@ def assert_mine_is_there(log: MemoryLog) -> None:
 def test_a_record_of_a_tenant_takes_no_other_run_away(changes: dict[str, object], topic: str, log: MemoryLog) -> None:
     theirs = replace(MINE, run="theirs")
     write(log, theirs)
-    append(log, replace(theirs, **changes), topic=topic)  # type: ignore[arg-type]
+    register(log, replace(theirs, **changes), topic=topic)  # type: ignore[arg-type]
     assert_mine_is_there(log)
 
 
 @pytest.mark.parametrize("key", [b"", b"..", b"mine", b"mine\n", b"\xff", b"mine/../theirs", b"MINE"])
 def test_a_record_under_the_key_of_another_run_is_skipped(key: bytes, log: MemoryLog) -> None:
-    append(log, replace(MINE, run="theirs", status="failed"), key=key)
+    register(log, replace(MINE, run="theirs", status="failed"), key=key)
     assert_mine_is_there(log)
 
 
@@ -100,8 +94,8 @@ def test_a_ledger_that_cannot_be_read_breaks_no_list(schema: str, log: MemoryLog
 
 @pytest.mark.parametrize("status", ["finished", "stopped", "failed", "created"])
 def test_a_date_that_others_register_deletes_no_run(status: runs.Status, log: MemoryLog) -> None:
-    append(log, replace(MINE, status=status, created_ns=1, updated_ns=1))
-    append(log, replace(MINE, run="theirs", created_ns=1, updated_ns=1))
+    register(log, replace(MINE, status=status, created_ns=1, updated_ns=1))
+    register(log, replace(MINE, run="theirs", created_ns=1, updated_ns=1))
     assert ended_before(log, time.time() - DAY_S, busy=()) == ["theirs"]
     assert ended_before(log, time.time() + DAY_S, busy=()) == ["mine", "theirs"]
     assert ended_before(log, time.time() + DAY_S, busy=["mine"]) == ["theirs"]

@@ -35,12 +35,10 @@ from penstock.pipeline.runtime.registration.trust import (
     shown,
 )
 from penstock.pipeline.runtime.session import join
-from penstock.topics import runs
-from penstock.topics.catalogue import RUNS_TOPIC, topic_name
+from penstock.topics.catalogue import topic_name
 from penstock.topics.runs import RunRecord
-from penstock.topics.wire.record import Outgoing
 from tests.support.a_run import CONFIG, RUN, RecordBuilder
-from tests.support.page_records import log_with
+from tests.support.page_records import log_with, register
 
 OWN = json.dumps({**CONFIG, "reward": {"functions": ["os:system?command=touch /tmp/x\x1b[2J"]}})
 PLAIN = RunRecord(run=RUN, status="created", config=json.dumps(CONFIG), info='{"steps": 3}', created_ns=1, updated_ns=1)
@@ -53,10 +51,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def append(log: MemoryLog, topic: str, record: RunRecord) -> None:
-    value = runs.encode(record)
-    headers = runs.headers(record).encode(value)
-    log.producer().send(Outgoing(topic=topic, partition=0, key=record.run.encode(), headers=headers, value=value))
+def described(record: RunRecord) -> MemoryLog:
+    """A log with a run of this description."""
+    log = log_with()
+    write(log, record)
+    return log
 
 
 def tried(log: MemoryLog, trust: Trust = NO_TRUST, *, role: str = "scorer") -> str | None:
@@ -71,19 +70,14 @@ def tried(log: MemoryLog, trust: Trust = NO_TRUST, *, role: str = "scorer") -> s
 
 
 def test_a_worker_without_the_key_runs_a_configuration_without_code() -> None:
-    log = log_with([])
-    write(log, PLAIN)
+    log = described(PLAIN)
     assert tried(log) is None
 
 
 def test_a_worker_without_the_key_shows_the_code_in_one_block_and_asks_for_trust(capsys: pytest.CaptureFixture[str]) -> None:
-    log = log_with([])
-    write(log, CODE)
+    log = described(CODE)
     refused = tried(log)
-    assert refused is not None
-    assert "--trust-code" in refused
-    assert "--run-key FILE" in refused
-    assert "\n" not in refused
+    assert refused and "--trust-code" in refused and "--run-key FILE" in refused and "\n" not in refused
     assert "reward.functions  os:system?command=touch /tmp/x\\x1b[2J" in capsys.readouterr().out
     assert tried(log, Trust(code=True)) is None
 
@@ -96,8 +90,7 @@ def test_the_key_in_the_state_directory_or_in_a_file_vouches_for_code(tmp_path: 
     moved = key_path(RUN).rename(tmp_path / "elsewhere.key")
     assert "would execute code that no key on this machine has signed" in (tried(log) or "")
     assert tried(log, Trust(run_key=moved)) is None
-    other = make_key("another")
-    assert len(other) == 32
+    make_key("another")
     assert "no record of" in (tried(log, Trust(run_key=key_path("another"))) or "")
 
 
@@ -106,7 +99,7 @@ def test_records_that_the_key_does_not_fit_are_named_once_and_ignored(capsys: py
     make_key(RUN)
     write(log, PLAIN)
     for evil in (CODE, signed(CODE, bytes(32), revision=9)):
-        append(log, topic_name(RUN, "run"), evil)
+        register(log, evil, topic=f"{RUN}.run")
     assert tried(log) is None
     said = capsys.readouterr().out
     assert said.count("ignoring 2 records that the run's key did not sign, at offsets 1, 2") == 1
@@ -114,10 +107,9 @@ def test_records_that_the_key_does_not_fit_are_named_once_and_ignored(capsys: py
 
 def test_the_register_configures_nothing_and_only_a_run_that_exists_is_refused_for_it() -> None:
     log = log_with([])
-    append(log, RUNS_TOPIC, CODE)
+    register(log, CODE)
     refused = tried(log, Trust(code=True)) or ""
-    assert "penstock topics adopt" in refused
-    assert "has no signed configuration" in refused
+    assert "penstock topics adopt" in refused and "has no signed configuration" in refused
     log.delete_topics([topic_name(RUN, name) for name in ("run", "ledger")])
     stop = threading.Event()
     threading.Timer(0.05, stop.set).start()  # a run that is only in the register is waited for
@@ -128,22 +120,18 @@ def test_a_run_of_an_earlier_release_is_adopted_as_its_ledger_says_it_is() -> No
     old = RecordBuilder()
     log = log_with([old.record(), old.opened()])
     log.delete_topics([topic_name(RUN, "run")])
-    append(log, RUNS_TOPIC, CODE)
+    register(log, CODE)
     text = shown(log, RUN)
-    assert text is not None
-    assert "executes no user code" in text
-    assert f"from {RUN}.ledger" in text
+    assert text and "executes no user code" in text and f"from {RUN}.ledger" in text
     adopt_run(log, RUN)
     found = registration(log, RUN)
-    assert found.record is not None
-    assert (found.signed, json.loads(found.record.config)) == (True, old.config)
+    assert found.record and (found.signed, json.loads(found.record.config)) == (True, old.config)
     assert shown(log, RUN) is None
     assert tried(log) is None
 
 
 def test_an_unsigned_run_is_adopted_as_its_own_topic_says_and_its_code_is_shown() -> None:
-    log = log_with([])
-    write(log, CODE)
+    log = described(CODE)
     assert "os:system?command=touch" in (shown(log, RUN) or "")
     adopt_run(log, RUN)
     assert tried(log) is None
@@ -172,7 +160,7 @@ def test_scoring_again_loads_what_the_record_names_only_when_it_is_trusted() -> 
         RescoreRequest(trust=Trust(code=True)),
     ):
         assert score_run(log, RUN, request, notify=lambda _: None)["written"] is None
-    append(log, topic_name(RUN, "run"), replace(CODE, config=json.dumps({**CONFIG, "algorithm": {"advantage": "os:getcwd"}})))
+    register(log, replace(CODE, config=json.dumps({**CONFIG, "algorithm": {"advantage": "os:getcwd"}})), topic=f"{RUN}.run")
     assert score_run(log, RUN, RescoreRequest(), notify=said.append)["written"] is None
     with pytest.raises(ConfigError, match="--trust-code"):  # the new run would be signed as a whole
         score_run(log, RUN, RescoreRequest(write="new"), notify=said.append)
@@ -186,8 +174,7 @@ def test_shown_code_is_one_line_each_and_of_bounded_length() -> None:
 
 
 def test_a_configuration_is_judged_as_a_whole_unless_less_is_executed() -> None:
-    log = log_with([])
-    write(log, CODE)
+    log = described(CODE)
     found = registration(log, RUN)
     assert require_trusted(found, trust=NO_TRUST, notify=print, code=[]).config == OWN
     with pytest.raises(ConfigError, match="would execute code that no key on this machine has signed"):
@@ -195,7 +182,7 @@ def test_a_configuration_is_judged_as_a_whole_unless_less_is_executed() -> None:
 
 
 def registered(log: MemoryLog, run: str, created_ns: int) -> None:
-    append(log, RUNS_TOPIC, replace(PLAIN, run=run, config="{}", created_ns=created_ns))
+    register(log, replace(PLAIN, run=run, config="{}", created_ns=created_ns))
 
 
 def test_latest_is_this_users_newest_run_whatever_date_others_register() -> None:
@@ -247,8 +234,7 @@ def test_a_tracker_without_the_key_sends_its_credentials_to_no_server_that_the_r
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    log = log_with([])
-    write(log, replace(PLAIN, config=json.dumps({**CONFIG, "mlflow": mlflow})))
+    log = described(replace(PLAIN, config=json.dumps({**CONFIG, "mlflow": mlflow})))
     found = registration(log, RUN)
     assert found.record is not None
     config = from_json(found.record.config)
@@ -257,15 +243,13 @@ def test_a_tracker_without_the_key_sends_its_credentials_to_no_server_that_the_r
         return
     with pytest.raises(ConfigError, match=r"mlflow\.tracking_uri = .*elsewhere.*--run-key") as caught:
         require_own_server(found, config, trust=trust)
-    assert "hush" not in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert "hush" not in str(caught.value) and "\n" not in str(caught.value)
     adopt_run(log, RUN)
     require_own_server(registration(log, RUN), config, trust=trust)
 
 
 def test_only_a_tracker_is_refused_for_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "hush")
-    log = log_with([])
-    write(log, replace(PLAIN, config=json.dumps({**CONFIG, "mlflow": {"tracking_uri": "https://elsewhere/x"}})))
+    log = described(replace(PLAIN, config=json.dumps({**CONFIG, "mlflow": {"tracking_uri": "https://elsewhere/x"}})))
     assert tried(log) is None
     assert "MLFLOW_TRACKING_TOKEN" in (tried(log, role="tracker") or "")

@@ -21,6 +21,7 @@ from penstock.topics import weights
 from penstock.topics.weights import Chunk
 from penstock.topics.wire.record import Record
 from penstock.workers.trainer.run_writer import RunWriter
+from tests.support.a_run import with_chunk
 from tests.support.log_helpers import EditedLog
 from tests.support.number_run import RUN, config_of, log_with, session_of
 
@@ -129,8 +130,7 @@ def test_a_wrong_byte_that_even_the_manifest_lists_is_found_out_and_the_next_ver
     data = bytearray(weights.read_chunk(record, run=RUN)[1].data)
     data[place] ^= 64
     wrong = Chunk(version=2, index=0, data=bytes(data))
-    value = weights.encode_chunk(wrong)
-    trainer.log.replace(replace(record, value=value, headers=weights.chunk_headers(wrong, run=RUN).encode(value)))  # type: ignore[attr-defined]
+    trainer.log.replace(with_chunk(record, wrong, run=RUN))  # type: ignore[attr-defined]
     with pytest.raises(LogError, match="is damaged: its SHA-256 differs from that in the manifest"):
         bring(copy, trainer.log, trainer.manifests, 2, run=RUN, below=below)
     assert copy.holds(1, trainer.manifests[1].digest)
@@ -145,8 +145,7 @@ def test_a_wrong_byte_that_even_the_manifest_lists_is_found_out_and_the_next_ver
 def test_what_is_kept_of_version_0_is_read_again_where_it_was_damaged_in_memory(trainer: Trainer, reader: ChunkReader) -> None:
     copy, below = WeightCopy(), BaseWeights()
     bring(copy, trainer.log, trainer.manifests, 1, run=RUN, reader=reader, below=below)
-    assert below._data is not None
-    below._data[3] ^= 64
+    below._data[3] ^= 64  # type: ignore[index]
     with pytest.raises(LogError, match=r"digest .*, expected "):
         bring(copy, trainer.log, trainer.manifests, 2, run=RUN, reader=reader, below=below)
     assert copy.version == NONE

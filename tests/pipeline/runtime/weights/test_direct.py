@@ -1,7 +1,6 @@
 """Workers on the trainer's machine load from its memory, and read the log when it is not there."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from threading import Event
 
@@ -14,11 +13,10 @@ from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.weights import direct
 from penstock.pipeline.runtime.weights import receive as weight_prefetch
 from penstock.pipeline.runtime.weights.publish import ChunkWriter
-from penstock.pipeline.runtime.weights.read import ChunkReader
 from penstock.pipeline.runtime.weights.receive import WeightPrefetch
-from penstock.topics.weights import Manifest
 from tests.support.number_run import RUN, log_with
-from tests.support.published_weights import Publishing, content, tensors_of
+from tests.support.published_weights import Publishing, chunks_read, content, tensors_of, wait_for
+from tests.support.waiting import until
 
 pytest.importorskip("torch")
 LIMIT_S = 60.0
@@ -45,31 +43,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> MemoryLog:
 
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The versions whose chunks were read from the log."""
-    read, found = ChunkReader.read, list[int]()
-
-    def noted(self: ChunkReader, manifest: Manifest) -> object:
-        found.append(manifest.version)
-        return read(self, manifest)
-
-    monkeypatch.setattr(ChunkReader, "read", noted)
-    return found
-
-
-def wait_for(worker: WeightPrefetch, version: int) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while worker.version < version:
-        worker.wait(0.05)
-        assert time.monotonic() < deadline, f"version {version} did not come"
-    with worker.taken() as (found, tensors):
-        assert (found, b"".join(bytes(tensor.data) for tensor in tensors)) == (version, content(version))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        time.sleep(0.01)
-        assert time.monotonic() < deadline
+    return chunks_read(monkeypatch)
 
 
 def test_workers_on_the_trainers_machine_read_no_chunk_and_a_late_one_neither(log: MemoryLog, chunks: list[int]) -> None:
@@ -150,9 +124,9 @@ def test_workers_load_a_version_whose_chunks_are_not_sent_and_publish_nothing_of
     assert [worker.published() for worker in workers] == [0, 0]  # all chunks are in the log, but no manifest
     trainer.writer.finish_publishing()
     for version in range(1, 8):  # the second worker looks again only after the last
-        wait_until(lambda version=version: workers[0].published() == version)  # type: ignore[misc]
+        until(lambda version=version: workers[0].published() == version)  # type: ignore[misc]
         trainer.version(version + 1)
-    wait_until(lambda: workers[1].version == 8)
+    until(lambda: workers[1].version == 8)
     if 1 in workers[1].state.manifests:
         assert workers[1].published() == 8
     else:
@@ -172,7 +146,7 @@ def test_a_trainer_killed_before_its_manifest_is_followed_by_one_whose_version_c
     after.writer.publish(Weights(partial(tensors_of, 1 if same else 2)), version=1, step=1)
     after.writer.finish_publishing()
     for worker in workers:
-        wait_until(lambda worker=worker: worker.state.newest_version == 1)  # type: ignore[misc]
+        until(lambda worker=worker: worker.state.newest_version == 1)  # type: ignore[misc]
         if same:
             assert worker.published() == 1
         else:
