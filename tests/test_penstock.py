@@ -21,7 +21,8 @@ from penstock.pipeline.inspect.tables import run_tables
 from penstock.topics import groups, rollouts
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.wire.record import Outgoing
-from tests.support.a_run import RecordBuilder
+from tests.support import page_records
+from tests.support.a_run import RecordBuilder, outgoing, with_group
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 3
@@ -33,10 +34,7 @@ def write(bootstrap: str, run: str, records: list[Outgoing]) -> None:
     log = KafkaLog(bootstrap, client_id="test")
     log.create_topics({RUNS_TOPIC: RUNS_SPEC})
     log.create_topics(topics_of(run, partitions=2))
-    producer = log.producer()
-    for record in records:
-        producer.send(record)
-    producer.flush(30.0)
+    page_records.write(log, records)
     log.close()
 
 
@@ -121,11 +119,7 @@ def test_a_sample_whose_group_is_not_scored_has_no_reward_and_an_open_fate(broke
 def test_a_group_in_parts_counts_once_it_is_whole(broker: str, run_id: str) -> None:
     builder = RecordBuilder(run_id)
     built = builder.group([1.0, 0.0, 0.5], version=0)
-    whole = groups.decode(built[-1].value)
-    parts = [
-        Outgoing(topic=f"{run_id}.groups", partition=0, key=b"0", headers=headers.encode(value), value=value)
-        for headers, value in groups.encode_parts(whole, run=run_id, worker="scorer-0", max_bytes=1)
-    ]
+    parts = with_group(built[-1], groups.decode(built[-1].value), run=run_id, max_bytes=1)
     assert len(parts) == 3
     write(broker, run_id, [builder.record(), *built[:-1], *parts[:2]])
     with penstock.open(run_id, bootstrap=broker) as run:
@@ -138,10 +132,7 @@ def test_logprobs_of_tokens_the_model_did_not_draw_are_null(broker: str, run_id:
     builder = RecordBuilder(run_id)
     drawn = rollouts.decode(builder.group([1.0, 0.0], version=0)[1].value)
     sample = replace(drawn, behaviour_logprobs=np.array([0.0, np.nan, 0.0], np.float32), loss_mask=np.array([True, False, True]))
-    value = rollouts.encode(sample)
-    headers = rollouts.headers(sample, run=run_id).encode(value)
-    record = Outgoing(topic=f"{run_id}.rollouts", partition=0, key=b"0", headers=headers, value=value)
-    write(broker, run_id, [builder.record(), record])
+    write(broker, run_id, [builder.record(), outgoing(rollouts, sample, run=run_id)])
     with penstock.open(run_id, bootstrap=broker) as run:
         assert run.samples()["behaviour_logprobs"][0].as_py() == [0.0, None, 0.0]
 

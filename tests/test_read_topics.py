@@ -9,8 +9,8 @@ from penstock.infra.broker.access import LOGIN_FILE
 from penstock.infra.kafka.log import KafkaLog
 from penstock.topics import groups
 from penstock.topics.catalogue import CONTROL, topics_of
-from penstock.topics.wire.record import Outgoing
-from tests.support.a_run import RecordBuilder
+from tests.support import page_records
+from tests.support.a_run import RecordBuilder, with_group
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "read_topics.py"
@@ -30,27 +30,15 @@ def test_the_foreign_client_counts_a_repeated_sample_once_and_joins_the_parts_of
 ) -> None:
     builder = RecordBuilder(run_id)
     built = builder.group([1.0, 0.0, 0.5], version=0)
-    whole = groups.decode(built[-1].value)
-    parts = [
-        Outgoing(topic=f"{run_id}.groups", partition=0, key=b"0", headers=headers.encode(value), value=value)
-        for headers, value in groups.encode_parts(whole, run=run_id, worker="scorer-0", max_bytes=1)
-    ]
+    parts = with_group(built[-1], groups.decode(built[-1].value), run=run_id, max_bytes=1)
     again = builder.group([0.25, 0.75], version=0)
     log = KafkaLog(broker, client_id="test")
     log.create_topics(topics_of(run_id, partitions=2))
     log.transactions(f"{run_id}.scorer-0").commit(parts)
-    producer = log.producer()
-    for record in [*built[:-1], builder.opened(), *again, again[-1]]:
-        producer.send(record)
-    producer.flush(30.0)
+    page_records.write(log, [*built[:-1], builder.opened(), *again, again[-1]])
     log.close()
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), broker, run_id, str(penstock_home / "broker" / LOGIN_FILE)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    command = [sys.executable, str(EXAMPLE), broker, run_id, str(penstock_home / "broker" / LOGIN_FILE)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.splitlines()) == {
         f"{run_id}.prompts: 2 records", f"{run_id}.rollouts: 5 records", f"{run_id}.groups: 5 records", f"{run_id}.ledger: 1 records",

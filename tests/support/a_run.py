@@ -5,14 +5,14 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import RUNS_TOPIC
-from penstock.topics.groups import ScoredSample
+from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.ledger import Entry, Planned
 from penstock.topics.metrics import Measurement
 from penstock.topics.rollouts import Rollout
@@ -29,6 +29,9 @@ CONFIG: dict[str, Any] = {
     "data": {"source": "tiny:successor", "size": 64},
     "schedule": {"mode": "pipelined", "prompts_per_step": 2, "samples_per_prompt": 4, "steps_per_version": 1},
 }
+
+
+Kind = TypeVar("Kind", Record, Outgoing)
 
 
 class RecordBuilder:
@@ -204,6 +207,13 @@ def with_chunk(record: Record, chunk: Chunk, *, run: str = RUN) -> Record:
     """The record with another chunk, under a right checksum."""
     value = weights.encode_chunk(chunk)
     return replace(record, value=value, headers=weights.chunk_headers(chunk, run=run).encode(value))
+
+
+def with_group(record: Kind, group: Group, *, run: str = RUN, max_bytes: int = groups.MAX_PART_BYTES) -> list[Kind]:
+    """The record with another group, as one for each of its parts; what a log holds stands at offsets that follow each other."""
+    parts = groups.encode_parts(group, run=run, worker="scorer-0", max_bytes=max_bytes)
+    made = [replace(record, headers=headers.encode(value), value=value) for headers, value in parts]
+    return [replace(one, offset=one.offset + number) if isinstance(one, Record) else one for number, one in enumerate(made)]
 
 
 def as_records(built: Iterable[Outgoing]) -> list[Record]:

@@ -4,6 +4,7 @@ import json
 import struct
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.load import Config, from_table, to_json
 from penstock.pipeline.runtime.session import Session
 from penstock.topics import groups
-from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.groups import Group
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.record import Outgoing
-from tests.support.a_run import RecordBuilder
+from tests.support import page_records
+from tests.support.a_run import RecordBuilder, with_group
 
 RUN, STEPS = "numbers", 4
 
@@ -100,14 +101,9 @@ def config_of(checkpoints: Path | None = None, **sections: dict[str, Any]) -> Co
 
 def log_with(found: Iterable[Group] = ()) -> MemoryLog:
     """A log with the run's topics and these groups."""
-    log = MemoryLog()
-    log.create_topics({RUNS_TOPIC: RUNS_SPEC, **topics_of(RUN, partitions=1)})
-    producer = log.producer()
-    for group in found:
-        for headers, value in groups.encode_parts(group, run=RUN, worker="scorer-0"):
-            key = str(group.group).encode()
-            producer.send(Outgoing(topic=f"{RUN}.groups", partition=0, key=key, headers=headers.encode(value), value=value))
-    return log
+    empty = Outgoing(topic=f"{RUN}.groups", partition=0, key=b"0", headers=(), value=b"")
+    sent = [part for group in found for part in with_group(replace(empty, key=str(group.group).encode()), group, run=RUN)]
+    return page_records.log_with(sent, RUN)
 
 
 def scored(count: int, *, outcome: str = "scored") -> list[Group]:

@@ -10,7 +10,7 @@ from penstock.topics import groups, runs
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.record import Outgoing
-from tests.support.a_run import CREATED_S, RUN, RecordBuilder, outgoing
+from tests.support.a_run import CREATED_S, RUN, RecordBuilder, outgoing, with_group
 
 EVIL = "</script><img src=x onerror=alert(1)> \u2028 <!-- <script>"
 
@@ -54,5 +54,4 @@ def rewritten(record: Outgoing, **changes: Any) -> list[Outgoing]:
     """A group's record with other contents; `samples` is a function of its samples."""
     group = groups.decode(bytes(record.value))
     samples = changes.pop("samples", lambda samples: samples)(group.samples)
-    parts = groups.encode_parts(replace(group, samples=samples, **changes), run=RUN, worker="scorer-0")
-    return [replace(record, headers=headers.encode(value), value=value) for headers, value in parts]
+    return with_group(record, replace(group, samples=samples, **changes))

@@ -15,6 +15,7 @@ from penstock.topics.catalogue import topics_of
 from penstock.topics.runs import RunRecord
 from penstock.workers.scorer.worker import Scorer
 from tests.support.a_run import RecordBuilder
+from tests.support.page_records import write
 from tests.support.worker_set import records_of
 
 PARTITIONS, GROUPS = 4, 12
@@ -39,13 +40,9 @@ def config_of(reward: str = "exact_match") -> Config:
 def filled(log: Log, run: str, *, topics: Collection[str] = ("prompts", "rollouts"), count: int = GROUPS) -> None:
     """Prompts and samples of all groups, or one of both, without outcomes."""
     log.create_topics(topics_of(run, partitions=PARTITIONS))
-    builder, producer = RecordBuilder(run), log.producer()
-    for number in range(count):
-        for record in builder.group([1.0, 0.0], version=0):
-            if record.topic.rpartition(".")[2] in topics:
-                producer.send(replace(record, partition=number % PARTITIONS))
-    producer.flush(10.0)
-    producer.close()
+    builder = RecordBuilder(run)
+    built = [(number % PARTITIONS, record) for number in range(count) for record in builder.group([1.0, 0.0], version=0)]
+    write(log, [replace(record, partition=at) for at, record in built if record.topic.rpartition(".")[2] in topics])
 
 
 def scorer_of(log: Log, run: str, slot: int, pool: Any, config: Config) -> Scorer:

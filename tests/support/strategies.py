@@ -1,17 +1,22 @@
 """Hypothesis strategies and one fixed example for every record that flows."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import is_run_id
-from penstock.topics.internal import state
+from penstock.topics.internal import owners, state
 from penstock.topics.turns import calls, replies
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.headers import Headers
+from penstock.topics.wire.record import RawHeaders, Record
 from tests.support.examples import group_of, manifest_of, prompt_of, sample_of
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -318,6 +323,7 @@ MODULES: dict[str, Any] = {
     "dead-letters": dead_letters,
     "runs": runs,
     "state": state,
+    "owners": owners,
 }
 """Topic -> the module that reads and writes its records; groups, of several parts, are not among them."""
 EXAMPLES = {
@@ -334,4 +340,19 @@ EXAMPLES = {
     "dead-letters": a_dead_letter(),
     "state": state.State(worker="tracker", positions='{"ledger/0": 3}', view="{}"),
     "runs": runs.RunRecord(run="r", status="running", config="{}", info="{}", created_ns=1, updated_ns=2),
+    "owners": owners.Owner(writer="trainer", token="t", kind="taken", host="here", time_ns=1),
 }
+
+
+def record_of(headers: Headers | RawHeaders, value: bytes, *, key: bytes | None = b"r") -> Record:
+    """A stored record with these headers, which have the checksum that fits unless they are raw."""
+    raw = headers.encode(value) if isinstance(headers, Headers) else headers
+    return Record(topic="t", partition=0, offset=5, timestamp_ms=1, key=key, headers=raw, value=value)
+
+
+def refused(read: Callable[..., object], *given: Any, **named: Any) -> Unusable:
+    """The refusal of what cannot be used, which is one line."""
+    with pytest.raises(Unusable) as error:
+        read(*given, **named)
+    assert "\n" not in str(error.value)
+    return error.value

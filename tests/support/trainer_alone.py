@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from penstock.infra.log import Log
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.launch.create import create
-from penstock.topics import groups, ledger, prompts, weights
+from penstock.topics import ledger, prompts, weights
 from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.wire.record import Outgoing
-from tests.support import examples
+from tests.support import examples, page_records
+from tests.support.a_run import outgoing, with_group
 from tests.support.deaths import dying_at
 from tests.support.examples import prompt_of, sample_of
 from tests.support.worker_set import LogLocation, WorkerSet, config_of
@@ -56,20 +58,15 @@ def group_of(number: int, *, version: int, outcome: str = "scored", tokens: int 
 
 def write_groups(log: Log, run: str, found: Sequence[Group], *, partitions: int) -> None:
     """What a feeder and a scorer would have written of these groups."""
-    producer = log.producer()
+    sent: list[Outgoing] = []
     for group in found:
         prompt = prompt_of(
             group.group, slot=group.slot, min_version=group.min_version, samples_per_prompt=SAMPLES, row=group.row, prompt=group.prompt,
             token_ids=PROMPT,
         )  # fmt: skip
-        value = prompts.encode(prompt)
-        records = [("prompts", prompts.headers(prompt, run=run), value)]
-        records += [("groups", headers, value) for headers, value in groups.encode_parts(group, run=run, worker="scorer-0")]
-        for topic, headers, value in records:
-            partition, key = group.group % partitions, str(group.group).encode()
-            producer.send(Outgoing(topic=f"{run}.{topic}", partition=partition, key=key, headers=headers.encode(value), value=value))
-    producer.flush(30.0)
-    producer.close()
+        first = outgoing(prompts, prompt, run=run, partition=group.group % partitions, key=str(group.group).encode())
+        sent += [first, *with_group(replace(first, topic=f"{run}.groups"), group, run=run)]
+    page_records.write(log, sent)
 
 
 def written(log: Log, run: str, config: Config, found: Sequence[Group]) -> None:

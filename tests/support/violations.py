@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from penstock.topics import rollouts
-from penstock.topics.groups import encode_parts
 from penstock.topics.ledger import Entry
 from penstock.topics.samples import Turn
+from tests.support.a_run import with_group
 from tests.support.edited_run import EditedRun, with_sample
 
 U, K, S, STEPS = 2, 2, 2, 6
@@ -110,9 +110,8 @@ def two_outcomes(built: EditedRun) -> None:
 
 def a_part_without_the_other(built: EditedRun) -> None:
     index, held = outcome_of(built, another(built), like="scored")
-    (headers, value), _ = encode_parts(held, run=RUN, worker="scorer-0", max_bytes=1)
     built.append(index, held)
-    built.records[-1] = replace(built.records[-1], headers=headers.encode(value), value=value)
+    built.records[-1], _ = with_group(built.records[-1], held, run=RUN, max_bytes=1)
 
 
 def an_outcome_in_another_partition(built: EditedRun) -> None:

@@ -13,15 +13,9 @@ from penstock.topics import dead_letters, groups, rollouts, runs, weights
 from penstock.topics.samples import Turn, reward_of
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
-from penstock.topics.wire.record import Record
-from tests.support.strategies import EXAMPLES, MODULES, a_group, a_prompt, a_rollout, group_records
+from tests.support.strategies import EXAMPLES, MODULES, a_group, a_prompt, a_rollout, group_records, record_of, refused
 
 NAMES = sorted(MODULES)
-
-
-def record_of(headers, value, *, key=b"r"):
-    raw = headers.encode(value) if isinstance(headers, Headers) else headers
-    return Record(topic="t", partition=0, offset=5, timestamp_ms=1, key=key, headers=raw, value=value)
 
 
 def written(name, **changes):
@@ -36,21 +30,15 @@ def test_what_is_written_is_read(name):
     assert headers == MODULES[name].headers(EXAMPLES[name], run="r") == MODULES[name].check(written(name), run="r")
 
 
-def refused(read, record):
-    with pytest.raises(Unusable) as error:
-        read(record, run="r")
-    return error.value.kind
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("changes", "kind"), [({"run": "other"}, "foreign-run"), ({"schema": "x/9"}, "schema-version")])
 def test_a_record_of_another_run_or_schema_is_refused_before_its_payload_is_decoded(name, changes, kind):
-    assert refused(MODULES[name].read, replace(written(name, **changes), value=b"never opened")) == kind
+    assert refused(MODULES[name].read, replace(written(name, **changes), value=b"never opened"), run="r").kind == kind
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_record_without_headers_is_refused(name):
-    assert refused(MODULES[name].read, replace(written(name), headers=())) == "missing-header"
+    assert refused(MODULES[name].read, replace(written(name), headers=()), run="r").kind == "missing-header"
 
 
 LIES = [
@@ -85,14 +73,13 @@ LIES = [
 def test_a_header_that_contradicts_the_payload_is_a_mismatch(name, lie):
     record = written(name, **lie)
     MODULES[name].check(record, run="r")
-    assert refused(MODULES[name].read, record) == "mismatch"
+    assert refused(MODULES[name].read, record, run="r").kind == "mismatch"
 
 
 @pytest.mark.parametrize("name", ["rollouts", "ledger", "metrics", "runs"])
 def test_an_outcome_nobody_knows_is_a_bad_header(name):
-    with pytest.raises(Unusable, match="expected one of") as error:
-        MODULES[name].check(written(name, outcome="what"), run="r")
-    assert error.value.kind == "bad-header"
+    found = refused(MODULES[name].check, written(name, outcome="what"), run="r")
+    assert found.kind == "bad-header" and "expected one of" in str(found)
 
 
 def test_a_sample_says_its_oldest_and_newest_version_on_its_outside():
@@ -123,8 +110,7 @@ def test_several_samples_of_a_group_are_one_record_whose_headers_name_each_of_th
     )  # fmt: skip
     assert rollouts.tokens_of(headers) == {0: 20, 2: 4, 5: 0}
     assert len(record.value) < 2 * len(rollouts.encode(SEVERAL[0])) - 3000
-    with pytest.raises(Unusable, match="3 samples, expected one"):
-        rollouts.read(record, run="r")
+    assert "3 samples, expected one" in str(refused(rollouts.read, record, run="r"))
 
 
 def test_a_record_of_one_sample_is_as_it_always_was():
@@ -135,29 +121,22 @@ def test_a_record_of_one_sample_is_as_it_always_was():
 
 
 LIES_ABOUT_SEVERAL = [
-    *(
-        {"group": 4},
-        {"policy_version_min": 5},
-        {"policy_version_max": 6},
-        {"outcome": "stop"},
-        {"worker": "x"},
-        {"samples": 2},
-        {"tokens": 21},
-    ),
-    *({"sample_tokens": ((0, 20), (2, 5), (5, 0))}, {"sample_tokens": ((0, 20), (2, 4))}, {"schema": "rollouts/1", "sample": 0}),
-]
+    {"group": 4}, {"policy_version_min": 5}, {"policy_version_max": 6}, {"outcome": "stop"}, {"worker": "x"}, {"samples": 2},
+    {"tokens": 21}, {"sample_tokens": ((0, 20), (2, 5), (5, 0))}, {"sample_tokens": ((0, 20), (2, 4))},
+    {"schema": "rollouts/1", "sample": 0},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("lie", LIES_ABOUT_SEVERAL)
 def test_a_header_that_contradicts_one_of_several_samples_is_a_mismatch(lie):
     record = of_several(*SEVERAL, **lie)
     rollouts.check(record, run="r")
-    assert refused(rollouts.read_all, record) == "mismatch"
+    assert refused(rollouts.read_all, record, run="r").kind == "mismatch"
 
 
 @pytest.mark.parametrize("odd", [{"sample_tokens": ((2, 4), (0, 20), (5, 0))}, {"sample_tokens": ((0, 20), (0, 20))}, {"sample": 0}])
 def test_several_samples_that_are_named_twice_or_out_of_order_are_a_bad_header(odd):
-    assert refused(rollouts.check, of_several(*SEVERAL, **odd)) == "bad-header"
+    assert refused(rollouts.check, of_several(*SEVERAL, **odd), run="r").kind == "bad-header"
 
 
 @pytest.mark.parametrize(
@@ -194,19 +173,14 @@ def test_chunks_have_a_schema_of_their_own_and_share_memory_with_their_record():
     headers, found = weights.read_chunk(record, run="r")
     assert (headers.schema, headers.part, found) == ("weights-chunk/1", 1, chunk)
     assert np.shares_memory(np.frombuffer(found.data, np.uint8), np.frombuffer(record.value, np.uint8))
-    with pytest.raises(Unusable) as error:
-        weights.check(record, run="r")
-    assert error.value.kind == "schema-version"
+    assert refused(weights.check, record, run="r").kind == "schema-version"
     lie = record_of(replace(weights.chunk_headers(chunk, run="r"), part=2), record.value)
-    with pytest.raises(Unusable, match="'part' is 2"):
-        weights.read_chunk(lie, run="r")
+    assert "'part' is 2" in str(refused(weights.read_chunk, lie, run="r"))
 
 
 def test_a_runs_record_is_found_by_its_key_when_no_run_is_asked_for():
     assert runs.read(written("runs"))[1] == EXAMPLES["runs"]
-    with pytest.raises(Unusable) as error:
-        runs.read(replace(written("runs"), key=b"other"))
-    assert error.value.kind == "foreign-run"
+    assert refused(runs.read, replace(written("runs"), key=b"other")).kind == "foreign-run"
 
 
 def test_a_dead_letter_holds_the_record_whole():
@@ -227,16 +201,12 @@ def test_records_with_arrays_are_equal_by_value():
     assert rollout != a_rollout()
 
 
-def records_of(parts):
-    return [record_of(headers, value) for headers, value in parts]
-
-
 @settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(group=group_records(max_samples=6), max_bytes=st.integers(1, 40_000))
 def test_a_group_comes_back_from_any_number_of_parts(group, max_bytes):
     parts = groups.encode_parts(group, run="r", worker="scorer-0", max_bytes=max_bytes)
     assert groups.decode_parts([value for _, value in parts]) == group
-    headers, found = groups.read(records_of(parts), run="r")
+    headers, found = groups.read([record_of(*part) for part in parts], run="r")
     assert found == group
     assert headers == parts[0][0]
 
@@ -270,13 +240,8 @@ def test_a_small_group_is_one_record_and_its_headers_are_over_all_its_samples():
 def test_a_group_without_samples_claims_no_versions_and_no_mean():
     group = a_group(samples=0)
     ((headers, value),) = groups.encode_parts(group, run="r", worker="scorer-0")
-    assert (headers.policy_version_min, headers.policy_version_max, headers.reward_mean, headers.samples, headers.tokens) == (
-        None,
-        None,
-        None,
-        0,
-        0,
-    )
+    assert headers.policy_version_min is headers.policy_version_max is headers.reward_mean is None
+    assert headers.samples == headers.tokens == 0
     assert groups.read(record_of(headers, value), run="r")[1] == group
 
 
@@ -290,28 +255,23 @@ def test_a_large_group_is_split_between_samples_under_the_limit_and_all_parts_na
     assert [headers.part for headers, _ in parts] == list(range(len(parts)))
     assert {headers.sha256 for headers, _ in parts} == {hashlib.sha256(b"".join(value for _, value in parts)).hexdigest()}
     assert {(headers.parts, headers.samples, headers.tokens) for headers, _ in parts} == {(len(parts), 40, 20_000)}
-    assert groups.read(records_of(parts), run="r")[1] == group
+    assert groups.read([record_of(*part) for part in parts], run="r")[1] == group
 
 
 def test_parts_that_are_missing_swapped_or_of_another_group_are_refused():
     parts = [value for _, value in groups.encode_parts(a_group(samples=40, tokens=500), run="r", worker="s", max_bytes=60_000)]
     others = [value for _, value in groups.encode_parts(a_group(samples=40, tokens=500, group=4), run="r", worker="s", max_bytes=60_000)]
     for wrong in (parts[:-1], parts[1:], parts[::-1], [], [*parts[:-1], others[-1]]):
-        with pytest.raises(Unusable) as error:
-            groups.decode_parts(wrong)
-        assert error.value.kind == "undecodable"
+        assert refused(groups.decode_parts, wrong).kind == "undecodable"
 
 
 def test_a_group_whose_headers_contradict_it_is_a_mismatch():
     ((headers, value),) = groups.encode_parts(a_group(), run="r", worker="scorer-0")
     lies = {"group": 4, "outcome": "filtered", "policy_version_min": 3, "samples": 2, "tokens": 61, "reward_mean": 0.5, "sha256": "0" * 64}
     for field, lie in lies.items():
-        with pytest.raises(Unusable) as error:
-            groups.read(record_of(replace(headers, **{field: lie}), value), run="r")
-        assert error.value.kind == "mismatch", field
-    with pytest.raises(Unusable, match="part number 1 of 1") as error:
-        groups.check(record_of(replace(headers, part=1), value), run="r")
-    assert error.value.kind == "bad-header"
+        assert refused(groups.read, record_of(replace(headers, **{field: lie}), value), run="r").kind == "mismatch", field
+    found = refused(groups.check, record_of(replace(headers, part=1), value), run="r")
+    assert found.kind == "bad-header" and "part number 1 of 1" in str(found)
 
 
 @pytest.mark.parametrize("rewards", [(math.inf, -math.inf), (0.0, math.inf), (math.nan, 1.0)])

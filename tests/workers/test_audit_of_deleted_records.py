@@ -10,10 +10,9 @@ import pytest
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.inspect.audit.report import as_table, as_text, audit, summary
 from penstock.pipeline.inspect.audit.source import Unreadable, plain
-from penstock.topics.groups import encode_parts
 from penstock.topics.wire.record import Record
 from tests.support.a_run import RUN as TOLD
-from tests.support.a_run import RecordBuilder, as_records
+from tests.support.a_run import RecordBuilder, as_records, with_group
 from tests.support.edited_run import EditedRun
 from tests.support.listed_records import Listed, broken
 from tests.support.worker_set import complete, config_of, records_of
@@ -156,10 +155,7 @@ def test_the_rest_of_a_group_whose_first_part_was_deleted_is_no_group_that_lost_
     records = as_records([builder.record(), builder.made(), builder.opened(), *builder.group([0.0, 1.0, 0.0, 1.0], version=0)])
     edited = EditedRun(TOLD, records)
     at, held = edited.one("groups", group=0)
-    parts = [
-        replace(records[at], offset=number, headers=headers.encode(value), value=value)
-        for number, (headers, value) in enumerate(encode_parts(held, run=TOLD, worker="scorer-0", max_bytes=1))
-    ]
+    parts = with_group(replace(records[at], offset=0), held, run=TOLD, max_bytes=1)
     others = [record for record in records if record is not records[at]]
     assert len(parts) > 2
     for kept, begins, lost in ((parts[1:], {("groups", 0): 1}, False), (parts[1:], {}, True), (parts[:-1], {}, True)):

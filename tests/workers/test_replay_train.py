@@ -19,6 +19,7 @@ from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics import groups
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.wire.record import Outgoing, Record
+from tests.support.a_run import with_group
 from tests.support.bare_clients import python_client
 from tests.support.recorded_run import RecordedRun
 from tests.support.trainer_alone import config_for, group_of, outcome_of, trained, write_groups, written
@@ -98,8 +99,7 @@ def _with_another_token(record: Record, run: str) -> Outgoing:
     tokens[1] = tokens[1] + 1 if tokens[1] < 90 else 5
     scored = replace(group.samples[2], rollout=replace(group.samples[2].rollout, token_ids=tokens))
     other = replace(group, samples=(*group.samples[:2], scored, *group.samples[3:]))
-    ((headers, value),) = groups.encode_parts(other, run=run, worker="scorer-0")
-    return replace(_again(record), headers=headers.encode(value), value=value)
+    return with_group(_again(record), other, run=run)[0]
 
 
 def replayed(log: Any, run: str, **wanted: Any) -> dict[str, Any]:

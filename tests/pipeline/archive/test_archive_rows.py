@@ -18,7 +18,7 @@ from penstock.topics import dead_letters, groups, ledger, rollouts, weights
 from penstock.topics.rollouts import Rollout
 from penstock.topics.weights import Chunk
 from penstock.topics.wire.record import Record
-from tests.support.a_run import RUN, RecordBuilder, as_records, outgoing, stored
+from tests.support.a_run import RUN, RecordBuilder, as_records, outgoing, stored, with_group
 from tests.support.examples import manifest_of, sample_of
 
 
@@ -183,11 +183,8 @@ def test_a_changed_token_makes_a_record_that_can_be_read_with_its_own_digest() -
 
 
 def test_a_change_in_one_part_of_a_group_changes_the_digest_in_all_of_them() -> None:
-    whole = groups.decode(RECORDS["groups"][0].value)
-    parts = [
-        replace(RECORDS["groups"][0], offset=number, headers=headers.encode(value), value=value)
-        for number, (headers, value) in enumerate(groups.encode_parts(whole, run=RUN, worker="scorer-0", max_bytes=1))
-    ]
+    whole = RECORDS["groups"][0]
+    parts = with_group(replace(whole, offset=0), groups.decode(whole.value), max_bytes=1)
     table = to_table(KINDS["groups"], parts, run=RUN)
     assert back(KINDS["groups"], table) == parts
 

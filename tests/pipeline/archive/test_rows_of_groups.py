@@ -8,15 +8,13 @@ from penstock.pipeline.archive.layout import KINDS
 from penstock.pipeline.archive.rows import to_table
 from penstock.topics import groups
 from penstock.topics.wire.record import Record
-from tests.support.a_run import RUN, RecordBuilder
+from tests.support.a_run import RUN, RecordBuilder, stored, with_group
 
 
 def record_of(offset: int, *, reward_ns: int | None) -> Record:
     """A group's record; without the time as an earlier release wrote all of them."""
-    group = replace(groups.decode(RecordBuilder().group([0.0, 1.0], version=0)[-1].value), reward_ns=reward_ns)
-    ((headers, value),) = groups.encode_parts(group, run=RUN, worker="scorer-0")
-    raw = headers.encode(value)
-    return Record(topic=f"{RUN}.groups", partition=0, offset=offset, timestamp_ms=0, key=b"0", headers=raw, value=value)
+    written = stored(RecordBuilder().group([0.0, 1.0], version=0)[-1], offset)
+    return with_group(written, replace(groups.decode(written.value), reward_ns=reward_ns))[0]
 
 
 @pytest.mark.parametrize("times", [(None, 7, None), (7, 8), (None, None)])

@@ -26,7 +26,7 @@ from penstock.topics import dead_letters, groups, rollouts
 from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.ledger import Planned
 from penstock.topics.wire.record import Outgoing, Record
-from tests.support.a_run import CONFIG, RUN, RecordBuilder, outgoing, stored
+from tests.support.a_run import CONFIG, RUN, RecordBuilder, outgoing, stored, with_group
 from tests.support.examples import sample_of
 from tests.support.page_records import log_with
 
@@ -141,9 +141,7 @@ def test_samples_beyond_the_first_k_are_surplus() -> None:
     built = builder.group([0.0, 1.0, 0.5], version=0)
     whole = groups.decode(built[-1].value)
     kept = replace(whole, samples_per_prompt=2, samples=(whole.samples[0], whole.samples[2]))
-    ((headers, value),) = groups.encode_parts(kept, run=RUN, worker="scorer-0")
-    outcome = Outgoing(topic=f"{RUN}.groups", partition=0, key=b"0", headers=headers.encode(value), value=value)
-    found = explained([*builder.start(), *built[:-1], outcome], 0)
+    found = explained([*builder.start(), *built[:-1], *with_group(built[-1], kept)], 0)
     assert [(one["sample"], one["counts"]) for one in found["samples"]] == [(0, True), (1, False), (2, True)]
 
 

@@ -12,7 +12,7 @@ from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.topic_reader import POLL_S, RunReader, drain, scan
 from penstock.topics import dead_letters, groups, rollouts
 from penstock.topics.wire.record import Outgoing, Record
-from tests.support.a_run import RUN, RecordBuilder, outgoing
+from tests.support.a_run import RUN, RecordBuilder, outgoing, with_group
 from tests.support.page_records import log_with, write
 
 
@@ -25,8 +25,7 @@ def letter_about(topic: str, offset: int, *, kind: str) -> Outgoing:
 def parts_of(built: list[Outgoing]) -> list[Outgoing]:
     """The outcome among a group's records, written as one part for each sample."""
     whole = next(sent for sent in built if sent.topic.endswith(".groups"))
-    parts = groups.encode_parts(groups.decode(bytes(whole.value)), run=RUN, worker="scorer-0", max_bytes=1)
-    return [replace(whole, headers=headers.encode(value), value=value) for headers, value in parts]
+    return with_group(whole, groups.decode(bytes(whole.value)), max_bytes=1)
 
 
 def outcomes(log: MemoryLog, **how: Any) -> list[tuple[int, list[int], bool]]:

@@ -11,6 +11,7 @@ from penstock.topics.wire import checked
 from penstock.topics.wire.errors import KINDS, Unusable
 from penstock.topics.wire.headers import MAX_HEADER_BYTES, Headers, match, read_headers
 from penstock.topics.wire.record import RawHeaders
+from tests.support import strategies
 
 COUNT = st.none() | st.integers(0, 2**63 - 1)
 WORD = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=20)
@@ -44,11 +45,9 @@ def signed(raw: RawHeaders, value: bytes = b"") -> RawHeaders:
 
 
 def refused(raw, **required):
-    with pytest.raises(Unusable) as error:
-        read_headers(signed(raw), b"", run="r", schema="rollouts/1", **required)
-    assert error.value.kind in KINDS
-    assert "\n" not in str(error.value)
-    return error.value.kind
+    found = strategies.refused(read_headers, signed(raw), b"", run="r", schema="rollouts/1", **required)
+    assert found.kind in KINDS
+    return found.kind
 
 
 @given(headers=HEADERS, value=st.binary(max_size=30))
@@ -133,11 +132,9 @@ def test_one_bit_turned_anywhere_in_payload_or_headers_is_noticed(part, data):
         value = bytes(spoiled)
     else:
         raw[place] = (part, bytes(spoiled))
-    with pytest.raises(Unusable) as error:
-        read_headers(tuple(raw), value, run="r", schema="rollouts/1")
-    assert error.value.kind in {"run": ("foreign-run", "bad-header"), "schema": ("schema-version", "bad-header", "checksum")}.get(
-        part, ("checksum",)
-    )
+    kinds = {"run": ("foreign-run", "bad-header"), "schema": ("schema-version", "bad-header", "checksum")}
+    found = strategies.refused(read_headers, tuple(raw), value, run="r", schema="rollouts/1")
+    assert found.kind in kinds.get(part, ("checksum",))
 
 
 def test_a_header_taken_from_added_to_or_moved_between_records_is_noticed():
@@ -154,9 +151,8 @@ def test_a_header_taken_from_added_to_or_moved_between_records_is_noticed():
 
 @pytest.mark.parametrize("said", [b"", b"0", b"\xff" * 8, b"0x000000", None])
 def test_a_checksum_that_is_none_is_refused(said):
-    with pytest.raises(Unusable) as error:
-        read_headers((*PLAIN, ("crc32", said)), b"", run="r", schema="rollouts/1")
-    assert error.value.kind in ("checksum", "missing-header")
+    found = strategies.refused(read_headers, (*PLAIN, ("crc32", said)), b"", run="r", schema="rollouts/1")
+    assert found.kind in ("checksum", "missing-header")
 
 
 def test_a_record_without_a_checksum_is_refused():

@@ -13,13 +13,11 @@ from typing import Any
 
 import pytest
 
-from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
-from penstock.topics.internal import owners, state
-from penstock.topics.turns import calls, replies
+from penstock.topics import groups, rollouts, weights
 from penstock.topics.wire.errors import NewerSchema, Unusable
 from penstock.topics.wire.record import Record
 from tests.support.mutations import DAMAGE, HARMLESS, signed
-from tests.support.strategies import EXAMPLES, a_group, a_rollout
+from tests.support.strategies import EXAMPLES, MODULES, a_group, a_rollout, record_of
 
 EACH = 30
 """Of each damage of each kind of record, with and without a checksum that fits: 14 x 15 x 2 x 30 > 10,000."""
@@ -28,41 +26,26 @@ CPU_S = 60
 RECORDS_S = 20.0
 """Of CPU time for `EACH` records."""
 
-MODULES: dict[str, Any] = {
-    "prompts": prompts,
-    "rollouts": rollouts,
-    "weights": weights,
-    "ledger": ledger,
-    "metrics": metrics,
-    "dead-letters": dead_letters,
-    "runs": runs,
-    "calls": calls,
-    "replies": replies,
-    "state": state,
-    "owners": owners,
-}
-GENUINE = {**EXAMPLES, "owners": owners.Owner(writer="trainer", token="t", kind="taken", host="here", time_ns=1)}
-
-
-def a_record(headers: Any, value: bytes) -> Record:
-    return Record(topic="t", partition=0, offset=5, timestamp_ms=1, key=b"r", headers=headers.encode(value), value=value)
-
 
 def genuine() -> dict[str, tuple[Record, Record, Callable[[Record], Any]]]:
     """Kind -> two records and how such a record is read."""
     found: dict[str, tuple[Record, Record, Callable[[Record], Any]]] = {}
     for name, module in MODULES.items():
-        record = a_record(module.headers(GENUINE[name], run="r"), module.encode(GENUINE[name]))
+        record = record_of(module.headers(EXAMPLES[name], run="r"), module.encode(EXAMPLES[name]))
         found[name] = (record, record, partial(module.read, run="r"))
     another = a_rollout(group=4, tokens=7)
-    found["rollouts"] = (found["rollouts"][0], a_record(rollouts.headers(another, run="r"), rollouts.encode(another)), found["rollouts"][2])
+    found["rollouts"] = (
+        found["rollouts"][0],
+        record_of(rollouts.headers(another, run="r"), rollouts.encode(another)),
+        found["rollouts"][2],
+    )
     several = EXAMPLES["several samples"]
-    record = a_record(rollouts.headers(*several, run="r"), rollouts.encode(*several))
+    record = record_of(rollouts.headers(*several, run="r"), rollouts.encode(*several))
     found["several samples"] = (record, found["rollouts"][0], partial(rollouts.read_all, run="r"))
-    two = [a_record(*groups.encode_parts(group, run="r", worker="w")[0]) for group in (a_group(), a_group(group=4, samples=2))]
+    two = [record_of(*groups.encode_parts(group, run="r", worker="w")[0]) for group in (a_group(), a_group(group=4, samples=2))]
     found["groups"] = (two[0], two[1], partial(groups.read, run="r"))
     chunk = EXAMPLES["weights-chunk"]
-    record = a_record(weights.chunk_headers(chunk, run="r"), weights.encode_chunk(chunk))
+    record = record_of(weights.chunk_headers(chunk, run="r"), weights.encode_chunk(chunk))
     found["weights-chunk"] = (record, found["weights"][0], partial(weights.read_chunk, run="r"))
     for name in set(MODULES) - {"rollouts"}:
         found[name] = (found[name][0], found["groups"][0], found[name][2])

@@ -13,8 +13,8 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.topics import metrics
 from penstock.topics.dead_letters import DeadLetter
 from penstock.topics.metrics import Measurement
-from penstock.topics.wire.record import Outgoing
-from tests.support import deadly_payloads
+from tests.support import deadly_payloads, page_records
+from tests.support.a_run import outgoing
 from tests.support.deaths import dying_of
 from tests.support.foreign_records import letters
 from tests.support.processes import Processes
@@ -57,11 +57,7 @@ def a_run_with(
 def boom(worker_set: WorkerSet) -> None:
     """A measurement that nobody would miss."""
     found = Measurement(worker="rollout-9", role="rollout", incarnation="x", seq=0, kind="progress", time_ns=1, labels={"x": BOOM.decode()})
-    value = metrics.encode(found)
-    headers = metrics.headers(found, run=worker_set.run).encode(value)
-    producer = worker_set.log.producer()
-    producer.send(Outgoing(topic=f"{worker_set.run}.metrics", partition=0, key=None, headers=headers, value=value)).offset(10.0)
-    producer.close()
+    page_records.write(worker_set.log, [outgoing(metrics, found, run=worker_set.run)])
 
 
 def a_config(tiny_model: Path, directory: Path, **sections: Any) -> Any:

@@ -23,6 +23,7 @@ from penstock.pipeline.inspect.run_view import RunView
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.wire.record import Outgoing
 from penstock.workers.tracker import worker
+from tests.support import page_records
 from tests.support.a_run import RecordBuilder
 from tests.support.mlflow_server import MlflowServer
 from tests.support.processes import Processes
@@ -51,11 +52,7 @@ class Story:
     def tell(self, count: int | None = None) -> None:
         """Write the next records, or all that are left."""
         now, self.untold = self.untold[:count], self.untold[count:] if count is not None else []
-        producer = self.log.producer()
-        for outgoing in now:
-            producer.send(outgoing)
-        producer.flush()
-        producer.close()
+        page_records.write(self.log, now)
 
     @property
     def file(self) -> Path:

@@ -11,7 +11,7 @@ from penstock.topics import groups
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.workers.trainer.inbox import DropLimit, GroupInbox
-from tests.support.a_run import RecordBuilder, as_records
+from tests.support.a_run import RecordBuilder, as_records, with_group
 
 
 def refused(record: Record, error: Unusable) -> None:
@@ -161,7 +161,6 @@ def test_groups_that_lack_rewards_do_not_end_the_run_as_solved() -> None:
         if record.topic.endswith(".groups"):
             group = groups.decode(record.value)
             samples = (group.samples[0], *(replace(sample, reward=None, components=(None,)) for sample in group.samples[1:]))
-            ((headers, value),) = groups.encode_parts(replace(group, samples=samples), run="demo", worker="scorer-0")
-            drops.inbox.receive(replace(record, headers=headers.encode(value), value=value))
+            drops.inbox.receive(*with_group(record, replace(group, samples=samples), run="demo"))
     passed = drops.passed(steps_done=3)
     assert passed is not None and not passed[1] and "2 filtered for lack of rewards" in passed[0]

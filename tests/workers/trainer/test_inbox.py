@@ -13,19 +13,16 @@ from penstock.topics import groups
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
 from penstock.workers.trainer.inbox import GroupInbox
-from tests.support.a_run import stored
+from tests.support.a_run import stored, with_group
 from tests.support.number_run import RUN, scored
 
 
 def records_of(count: int, *, outcome: str = "scored", max_bytes: int = groups.MAX_PART_BYTES) -> list[list[Record]]:
     """The records of each group, as a log with one partition has them."""
-    parts, offset = [], 0
+    parts: list[list[Record]] = []
     for group in scored(count, outcome=outcome):
-        parts.append([])
-        for headers, value in groups.encode_parts(group, run=RUN, worker="scorer-0", max_bytes=max_bytes):
-            sent = Outgoing(topic=f"{RUN}.groups", partition=0, key=None, headers=headers.encode(value), value=value)
-            parts[-1].append(stored(sent, offset))
-            offset += 1
+        empty = Outgoing(topic=f"{RUN}.groups", partition=0, key=None, headers=(), value=b"")
+        parts.append(with_group(stored(empty, sum(map(len, parts))), group, run=RUN, max_bytes=max_bytes))
     return parts
 
 
@@ -141,8 +138,7 @@ def test_a_group_that_would_end_the_trainer_is_set_aside_and_the_next_one_is_tra
         rollout = replace(rollout, support=support)
     samples = (replace(group.samples[0], rollout=rollout), *group.samples[1:])
     spoilt = replace(group, samples=samples, **{name: arrays[name] for name in whole})
-    ((headers, value),) = groups.encode_parts(spoilt, run=RUN, worker="scorer-0")
-    inbox.receive(replace(parts[0][0], headers=headers.encode(value), value=value))
+    inbox.receive(*with_group(parts[0][0], spoilt, run=RUN))
     inbox.receive(parts[1][0])
     assert inbox.letters == [(0, "poison")]
     assert inbox.numbers() == [1]

@@ -1,5 +1,6 @@
 """A worker that joins late reads no more of ledger and manifests than one that joins early, and nothing foreign moves where it begins."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,9 @@ from penstock.pipeline.runtime.weights import receive
 from penstock.pipeline.runtime.weights.receive import read_ends
 from penstock.topics import ledger, weights
 from penstock.topics.ledger import Entry
-from penstock.topics.wire.record import Outgoing
 from penstock.workers.trainer.run_writer import RunWriter
+from tests.support import page_records
+from tests.support.a_run import outgoing
 from tests.support.number_run import RUN, config_of, log_with, session_of
 
 pytest.importorskip("torch")
@@ -39,11 +41,9 @@ class Published:
             self.writer.publish(Weights(partial(tensors_of, number)), version=number, step=number)
             self.writer.finish_publishing()
 
-    def send(self, topic: str, headers: Any, value: bytes) -> None:
+    def send(self, codec: Any, found: Any) -> None:
         """A foreign record: nobody else writes to these partitions."""
-        producer = self.log.producer()
-        producer.send(Outgoing(topic=f"{RUN}.{topic}", partition=0, key=b"?", headers=headers.encode(value), value=value)).offset()
-        producer.close()
+        page_records.write(self.log, [outgoing(codec, found, run=RUN, key=b"?")])
 
 
 @pytest.fixture
@@ -102,10 +102,10 @@ def test_foreign_records_at_the_end_are_not_taken_for_the_run(published: Publish
     published.up_to(60)
     manifest = published.writer.state.manifests[60]
     for version in (7_000, 8_000):
-        foreign = weights.Manifest(**{**{name: getattr(manifest, name) for name in manifest.__slots__}, "version": version})
-        published.send("weights", weights.headers(foreign, run=RUN), weights.encode(foreign))
+        foreign = replace(manifest, version=version)
+        published.send(weights, foreign)
         entry = Entry(seq=version, kind="run-closed", time_ns=1)
-        published.send("ledger", ledger.headers(entry, run=RUN), ledger.encode(entry))
+        published.send(ledger, entry)
         published.up_to(published.writer.state.newest_version + 2)
         state = joined(published.log)
         assert state.newest_version == published.writer.state.newest_version
