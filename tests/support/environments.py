@@ -1,7 +1,7 @@
 """Environments for tests, as a user would write them, and what drives them without an engine."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from penstock.infra.engines.base import Sampling
 from penstock.infra.sandbox.sessions import Sessions
 from penstock.pipeline.agents.driver import Episode, Limits
+from penstock.pipeline.agents.environments import interfaces
+from penstock.pipeline.agents.environments.interfaces import Observation
 from penstock.pipeline.agents.environments.sources import CHILD
 from penstock.pipeline.agents.record import EpisodeRequest, Generation, Trajectory
 from penstock.pipeline.data.conversation.template import PlainTemplate
@@ -116,3 +118,21 @@ def play(
             await sessions.close()
 
     return asyncio.run(all_of_them()), said
+
+
+def walked(episode: interfaces.Episode, *words: object, seed: int = 7, **row: Any) -> list[Observation]:
+    """What an episode says to its beginning and to these words of the policy."""
+
+    async def walk() -> list[Observation]:
+        try:
+            said = [await episode.reset(seed=seed, row=row)]
+            return said + [await episode.step({"role": "assistant", "content": str(word)}) for word in words]
+        finally:
+            await episode.close()
+
+    return asyncio.run(walk())
+
+
+def texts(said: Iterable[Observation]) -> list[str]:
+    """The last message of each."""
+    return [str(one.messages[-1]["content"]) for one in said]

@@ -47,9 +47,10 @@ def text_of(sample: Rollout) -> str:
     return "".join(map(chr, generated(sample)))
 
 
-def reward(function: str, sample: Rollout, *, chat: bool, directory: Path, **columns: Any) -> float:
+def reward(function: str, sample: Rollout, *, directory: Path, prompt: Any = PROMPT, **columns: Any) -> float | None:
+    """The reward of a function; a `prompt` that is None is a text without messages."""
     asked: Any = SimpleNamespace(prompt="go", columns=json.dumps(columns))
-    payload = payload_of(asked, [sample], [text_of(sample)], messages=json.dumps(PROMPT) if chat else None, steps_per_version=1)
+    payload = payload_of(asked, [sample], [text_of(sample)], messages=prompt and json.dumps(prompt), steps_per_version=1)
     return resolve([function], base_dir=directory, max_completion_length=10).score(**json.loads(json.dumps(payload))).rewards[0]
 
 
@@ -67,10 +68,10 @@ ENDED = {
 @pytest.mark.parametrize("chat", [True, False], ids=["with a template", "without"])
 @pytest.mark.parametrize(("parts", "right"), ENDED.values(), ids=ENDED)
 def test_a_built_in_reward_scores_what_the_policy_said_last(parts: Any, right: float, chat: bool, tmp_path: Path) -> None:
-    assert reward("exact_match", played(*parts), chat=chat, directory=tmp_path, answer="efghi") == right
+    assert reward("exact_match", played(*parts), prompt=PROMPT if chat else None, directory=tmp_path, answer="efghi") == right
     if chat:  # a user's function that reads the last message does the same
         (tmp_path / "mine.py").write_text(SPY)
-        assert reward("mine.py:readme", played(*parts), chat=chat, directory=tmp_path, answer="efghi") == right
+        assert reward("mine.py:readme", played(*parts), prompt=PROMPT if chat else None, directory=tmp_path, answer="efghi") == right
 
 
 BEGINNINGS = {
@@ -89,12 +90,9 @@ def test_an_agents_completion_is_what_was_generated_whatever_the_prompt_and_the_
     prompt: Any, before: Any, said: str, tmp_path: Path
 ) -> None:
     sample = played(*before, ("policy", said), ("user", "efghi"))
-    asked: Any = SimpleNamespace(prompt="go", columns=json.dumps({"answer": "efghi"}))
-    payload = payload_of(asked, [sample], [text_of(sample)], messages=json.dumps(prompt), steps_per_version=1)
     (tmp_path / "mine.py").write_text(SPY)
     for function in ("exact_match", "mine.py:readme"):
-        score = resolve([function], base_dir=tmp_path, max_completion_length=10).score(**json.loads(json.dumps(payload)))
-        assert score.rewards == (float(said == "efghi"),)
+        assert reward(function, sample, directory=tmp_path, prompt=prompt, answer="efghi") == float(said == "efghi")
 
 
 TALK = [("system", "ZZ"), ("policy", "ab"), ("tool", "ZZZZ"), ("policy", "cde"), ("user", "ZZ")]
@@ -105,7 +103,7 @@ def test_a_function_gets_texts_ids_and_lengths_of_the_policy_and_on_demand_the_c
     chat: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.py").write_text(SPY)
-    reward("mine.py:spy", played(*TALK), chat=chat, directory=tmp_path)
+    reward("mine.py:spy", played(*TALK), prompt=PROMPT if chat else None, directory=tmp_path)
     completions, ids, lengths, conversations = json.loads(capsys.readouterr().out)
     said = [{"role": "assistant", "content": text} for text in ("ab", "cde")]
     assert completions == ([said] if chat else ["abcde"])
@@ -117,7 +115,7 @@ def test_a_function_gets_texts_ids_and_lengths_of_the_policy_and_on_demand_the_c
 @pytest.mark.parametrize(("said", "right"), [("ab", 0.0), ("abcdefghi", -0.5), ("abcdefghij", -1.0)])
 def test_a_length_penalty_counts_what_the_policy_generated(said: str, right: float, tmp_path: Path) -> None:
     sample = played(("policy", said[:1]), ("tool", "Z" * 50), ("policy", said[1:]), ("user", "Z" * 50))
-    assert reward("soft_overlong", sample, chat=True, directory=tmp_path) == right
+    assert reward("soft_overlong", sample, directory=tmp_path) == right
 
 
 def test_headers_and_measures_count_what_the_policy_generated() -> None:

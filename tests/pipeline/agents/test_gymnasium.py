@@ -1,32 +1,19 @@
 """Gymnasium's environments as texts, on the package itself."""
 
-import asyncio
-
 import pytest
 
 from penstock.pipeline.agents.environments.interfaces import Observation
 from penstock.pipeline.agents.environments.sources import open_environment
 from penstock.pipeline.config.plugins import PluginError
-from tests.support.environments import Policy, play
+from tests.support import environments
+from tests.support.environments import Policy, play, texts
 
 LAKE = "gymnasium:FrozenLake-v1?is_slippery=false"
 
 
 def walked(source: str, *actions: str, seed: int = 7) -> list[Observation]:
     """What an episode says to these actions, its beginning first."""
-    episode = open_environment(source).episode()
-
-    async def walk() -> list[Observation]:
-        said = [await episode.reset(seed=seed, row={})]
-        for action in actions:
-            said.append(await episode.step({"role": "assistant", "content": action}))
-        return said
-
-    return asyncio.run(walk())
-
-
-def texts(said: list[Observation]) -> list[str]:
-    return [str(one.messages[-1]["content"]) for one in said]
+    return environments.walked(open_environment(source).episode(), *actions, seed=seed)
 
 
 def test_what_an_environment_draws_is_the_text_with_what_it_highlights_in_brackets() -> None:

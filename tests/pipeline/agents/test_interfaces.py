@@ -46,6 +46,16 @@ def call(name: str, arguments: str, number: int = 0) -> dict[str, Any]:
     return {"id": f"c{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def played(episode: Any, *steps: dict[str, Any], **row: Any) -> tuple[list[Any], float | None]:
+    """What an episode observes, its beginning first, and its reward."""
+
+    async def play() -> tuple[list[Any], float | None]:
+        observed = [await episode.reset(seed=1, row=row)]
+        return observed + [await episode.step(step) for step in steps], await episode.reward()
+
+    return asyncio.run(play())
+
+
 def test_public_methods_are_tools_with_their_docstrings_and_types() -> None:
     shop = ToolEpisode(Shop())
     assert [tool["function"]["name"] for tool in shop.tools] == ["buy", "wait"]
@@ -67,12 +77,7 @@ def test_public_methods_are_tools_with_their_docstrings_and_types() -> None:
     ],
 )
 def test_the_policy_reads_what_its_tool_call_gave_and_what_was_wrong_with_it(tool: dict[str, Any], said: str) -> None:
-    async def story() -> Any:
-        episode = ToolEpisode(Shop())
-        await episode.reset(seed=1, row={"item": "hat"})
-        return await episode.step({"role": "assistant", "content": None, "tool_calls": [tool]})
-
-    observed = asyncio.run(story())
+    (_, observed), _ = played(ToolEpisode(Shop()), {"role": "assistant", "content": None, "tool_calls": [tool]}, item="hat")
     (message,) = observed.messages
     assert message["role"] == "tool" and message["tool_call_id"] == "c0" and message["content"].startswith(said)
     assert not observed.ended
@@ -102,22 +107,13 @@ class Long:
     [("shows", "é\n" * 50_000), ("breaks", "error: ValueError: " + "é\n" * 50_000), ("lists", '{"é": "' + "é\\n" * 50_000 + '"}')],
 )
 def test_no_result_of_a_tool_is_cut_by_its_environment(name: str, said: str) -> None:
-    async def story() -> Any:
-        episode = ToolEpisode(Long())
-        await episode.reset(seed=1, row={})
-        return await episode.step({"role": "assistant", "content": None, "tool_calls": [call(name, "{}")]})
-
-    assert asyncio.run(story()).messages[0]["content"] == said
+    (_, observed), _ = played(ToolEpisode(Long()), {"role": "assistant", "content": None, "tool_calls": [call(name, "{}")]})
+    assert observed.messages[0]["content"] == said
 
 
 def test_an_episode_of_tools_ends_with_a_turn_without_a_call_and_then_has_its_reward() -> None:
-    async def story() -> Any:
-        episode = ToolEpisode(Shop())
-        first = await episode.reset(seed=1, row={"item": "hat", "unused": 3})
-        await episode.step({"tool_calls": [call("buy", json.dumps({"item": "hat"}))]})
-        return first, await episode.step({"content": "done"}), await episode.reward()
-
-    first, last, reward = asyncio.run(story())
+    buys = {"tool_calls": [call("buy", json.dumps({"item": "hat"}))]}
+    (first, _, last), reward = played(ToolEpisode(Shop()), buys, {"content": "done"}, item="hat", unused=3)
     assert first.messages == ({"role": "user", "content": "buy a hat"},)
     assert (last.ended, last.messages, reward) == (True, (), 1.0)
 
@@ -211,12 +207,7 @@ class Undecided(Library):
 
 @pytest.mark.parametrize("environment", [Library, Undecided])
 def test_a_class_of_tools_without_a_reward_leaves_it_to_reward_functions(environment: type[Library]) -> None:
-    async def story() -> Any:
-        episode = episode_of(environment())
-        await episode.reset(seed=1, row={})
-        return await episode.step({"tool_calls": [call("search", '{"words": "abc"}')]}), await episode.reward()
-
-    observed, reward = asyncio.run(story())
+    (_, observed), reward = played(episode_of(environment()), {"tool_calls": [call("search", '{"words": "abc"}')]})
     assert reward is None and observed.messages[0]["content"] == "abc" * 10_000  # no hidden cut
 
 
@@ -238,10 +229,8 @@ def test_a_class_whose_episodes_could_have_no_reward_is_refused_where_nothing_el
     check_source(source, rewards=[["exact_match"], ["environment", "exact_match"]])
     for rewards in (["environment"], ["environment", "environment"]):
         if unrewarded:
-            with pytest.raises(
-                PluginError,
-                match=r"^environment\.source: .*Shop.* returns no rewards \(it has neither step nor get_reward\(\)\), .*reward function",
-            ):
+            said = r"^environment\.source: .*Shop.* returns no rewards \(it has neither step nor get_reward\(\)\), .*reward function"
+            with pytest.raises(PluginError, match=said):
                 check_source(source, rewards=[["exact_match"], rewards])
         else:
             check_source(source, rewards=[rewards])

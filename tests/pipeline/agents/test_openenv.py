@@ -10,7 +10,7 @@ import pytest
 from penstock.pipeline.agents.environments.interfaces import Episode, Observation
 from penstock.pipeline.agents.environments.sources import open_environment
 from penstock.pipeline.config.plugins import PluginError
-from tests.support.environments import Policy, play
+from tests.support.environments import Policy, play, texts, walked
 from tests.support.openenv_server import BROKEN, SESSIONS, SLOW, openenv_server, wire_server
 
 pytestmark = pytest.mark.costly  # starts processes, and waits
@@ -29,55 +29,34 @@ def run(address: str, story: Callable[[Callable[[], Episode]], Awaitable[Any]], 
     return asyncio.run(story(kind.episode))
 
 
+def played(address: str, *words: object, options: str = "timeout_s=60", **row: Any) -> list[Observation]:
+    """What a game says to its beginning and to these words."""
+    return walked(open_environment(f"openenv:{address}?{options}").episode(), *words, **row)
+
+
 def said(number: object) -> dict[str, str]:
     """A turn of the policy."""
     return {"role": "assistant", "content": str(number)}
 
 
-def text(observed: Observation) -> str:
-    return str(observed.messages[-1]["content"])
-
-
 def test_a_game_is_played_to_its_end_and_follows_from_the_seed_and_the_row(address: str) -> None:
     hidden = random.Random(7).randint(1, 9)
-
-    async def story(episode: Callable[[], Episode]) -> list[Observation]:
-        game = episode()
-        seen = [await game.reset(seed=7, row={"largest": 9}), await game.step(said(0)), await game.step(said(hidden))]
-        await game.close()
-        return seen
-
-    seen = run(address, story)
-    assert [text(one) for one in seen] == ["a number from 1 to 9", "higher", "right"]
+    seen = played(address, 0, hidden, largest=9)
+    assert texts(seen) == ["a number from 1 to 9", "higher", "right"]
     assert [(one.reward, one.ended) for one in seen] == [(None, False), (0.0, False), (1.0, True)]
 
 
 def test_what_is_no_action_is_told_to_the_policy_and_the_game_goes_on(address: str) -> None:
-    async def story(episode: Callable[[], Episode]) -> list[Observation]:
-        game = episode()
-        await game.reset(seed=7, row={})
-        seen = [await game.step(said(word)) for word in ("twelve", '"12"x', "[3]", 0)]
-        await game.close()
-        return seen
-
-    seen = run(address, story)
-    assert text(seen[0]) == "'twelve' is not an action: write an integer"
-    assert "number: Input should be a valid integer" in text(seen[2])  # the server's own words
-    assert text(seen[3]) == "higher"
+    _, *seen = played(address, "twelve", '"12"x', "[3]", 0)
+    assert texts(seen)[0] == "'twelve' is not an action: write an integer"
+    assert "number: Input should be a valid integer" in texts(seen)[2]  # the server's own words
+    assert texts(seen)[3] == "higher"
     assert not any(one.ended for one in seen)
 
 
 def test_what_breaks_in_the_game_is_an_error_of_the_environment(address: str) -> None:
-    async def story(episode: Callable[[], Episode]) -> None:
-        game = episode()
-        await game.reset(seed=7, row={})
-        try:
-            await game.step(said(BROKEN))
-        finally:
-            await game.close()
-
     with pytest.raises(RuntimeError, match="openenv: step: EXECUTION_ERROR: the game broke"):
-        run(address, story)
+        played(address, BROKEN)
 
 
 def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(address: str) -> None:
@@ -93,7 +72,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(address: st
         await game.close()
         return seen
 
-    assert text(run(address, story, options="timeout_s=3")) == "higher"
+    assert texts([run(address, story, options="timeout_s=3")])[0] == "higher"
 
 
 def test_a_reset_waits_for_a_free_session_and_says_so_when_none_comes(address: str) -> None:
@@ -113,7 +92,7 @@ def test_a_reset_waits_for_a_free_session_and_says_so_when_none_comes(address: s
             await game.close()
         return seen
 
-    assert text(run(address, story)) == "a number from 1 to 20"
+    assert texts([run(address, story)])[0] == "a number from 1 to 20"
 
 
 def test_trajectories_in_a_child_process_give_their_sessions_back(address: str) -> None:
@@ -150,7 +129,6 @@ def test_a_source_that_does_not_fit_its_server_is_refused_by_name(address: str, 
 
 def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.pipeline.agents.environments.openenv.CONNECT_S", 0.0)
-    with pytest.raises(
-        PluginError, match=r"openenv:ws://127.0.0.1:1: no OpenEnv server responds at http://127.0.0.1:1/schema .*start the server"
-    ):
+    message = r"openenv:ws://127.0.0.1:1: no OpenEnv server responds at http://127.0.0.1:1/schema .*start the server"
+    with pytest.raises(PluginError, match=message):
         open_environment("openenv:ws://127.0.0.1:1")

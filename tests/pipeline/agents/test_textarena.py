@@ -8,7 +8,7 @@ import pytest
 from penstock.pipeline.agents.environments.interfaces import Observation
 from penstock.pipeline.agents.environments.sources import open_environment
 from penstock.pipeline.config.plugins import PluginError
-from tests.support.environments import Policy, play
+from tests.support.environments import Policy, play, texts
 
 pytestmark = pytest.mark.costly  # the package takes seconds to load
 GUESS, LAKE = "textarena:GuessTheNumber-v0", "textarena:FrozenLake-v0"
@@ -27,10 +27,6 @@ def played(source: str, *actions: str, seed: int = 7, between: int = 0) -> list[
         return said
 
     return asyncio.run(with_environments())
-
-
-def texts(said: list[Observation]) -> list[str]:
-    return [str(one.messages[-1]["content"]) for one in said]
 
 
 def test_the_right_guess_ends_the_game_and_is_worth_one() -> None:

@@ -82,10 +82,7 @@ def test_nulls_that_arrow_adds_to_messages_calls_and_tools_are_taken_out(folders
     others = [{**WEATHER, "function": {**WEATHER["function"], "parameters": {"properties": {"day": {"enum": ["a"]}}}}}]
     rows = [
         {"prompt": called({"city": "a"}), "tools": tools},
-        {
-            "prompt": [*called({"day": 3})[:2], {"role": "tool", "name": "f", "content": [{"type": "text", "text": "1"}][0]["text"]}],
-            "tools": others,
-        },
+        {"prompt": [*called({"day": 3})[:2], {"role": "tool", "name": "f", "content": "1"}], "tools": others},
         {"prompt": [USER], "tools": None},
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
@@ -156,23 +153,14 @@ def test_a_message_that_is_none_is_refused_with_its_number(folders: Mapping[str,
 CONTENTS = st.one_of(
     st.none(), ANY_TEXT, st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": ANY_TEXT}), max_size=2), st.integers()
 )
+FUNCTIONS = st.fixed_dictionaries({"name": ANY_TEXT, "arguments": st.none() | ANY_TEXT | st.dictionaries(ANY_TEXT, CONTENTS)})
 MESSAGES = st.fixed_dictionaries(
     {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool", "critic"]), "content": CONTENTS},
     optional={
         "name": ANY_TEXT,
         "reasoning_content": ANY_TEXT,
         "weight": st.none() | st.integers(),
-        "tool_calls": st.none()
-        | st.lists(
-            st.fixed_dictionaries(
-                {
-                    "function": st.fixed_dictionaries(
-                        {"name": ANY_TEXT, "arguments": st.none() | ANY_TEXT | st.dictionaries(ANY_TEXT, CONTENTS)}
-                    )
-                }
-            ),
-            max_size=2,
-        ),
+        "tool_calls": st.none() | st.lists(st.fixed_dictionaries({"function": FUNCTIONS}), max_size=2),
     },
 )
 

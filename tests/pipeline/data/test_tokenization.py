@@ -75,10 +75,8 @@ def test_of_several_templates_the_default_is_taken_and_none_without_it(tmp_path:
 
 @pytest.mark.parametrize("settings", [{"system_prompt": "Be brief."}, {"template_arguments": {"enable_thinking": False}}])
 def test_what_only_a_chat_template_can_take_is_refused_without_one(tmp_path: Path, settings: dict[str, Any]) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=rf"data.{next(iter(settings))}: only a chat template uses it, and there is none; set data.chat_template to a Jinja file",
-    ):
+    said = rf"data.{next(iter(settings))}: only a chat template uses it, and there is none; set data.chat_template to a Jinja file"
+    with pytest.raises(ConfigError, match=said):
         Renderer(model(tmp_path / "m"), **settings)
 
 
@@ -205,9 +203,8 @@ def test_an_end_token_that_the_model_does_not_have_is_named_with_file_and_key(tm
     folder = model(tmp_path / "m")
     (folder / "config.json").write_text(json.dumps({"vocab_size": 258}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(
-        ConfigError, match=r"^model.path: .*/generation_config.json: eos_token_id is .*, which is not a token of the model; expec"
-    ):
+    said = r"^model.path: .*/generation_config.json: eos_token_id is .*, which is not a token of the model; expec"
+    with pytest.raises(ConfigError, match=said):
         digests(folder)
 
 

@@ -34,11 +34,8 @@ def genuine() -> dict[str, tuple[Record, Record, Callable[[Record], Any]]]:
         record = record_of(module.headers(EXAMPLES[name], run="r"), module.encode(EXAMPLES[name]))
         found[name] = (record, record, partial(module.read, run="r"))
     another = a_rollout(group=4, tokens=7)
-    found["rollouts"] = (
-        found["rollouts"][0],
-        record_of(rollouts.headers(another, run="r"), rollouts.encode(another)),
-        found["rollouts"][2],
-    )
+    other = record_of(rollouts.headers(another, run="r"), rollouts.encode(another))
+    found["rollouts"] = (found["rollouts"][0], other, found["rollouts"][2])
     several = EXAMPLES["several samples"]
     record = record_of(rollouts.headers(*several, run="r"), rollouts.encode(*several))
     found["several samples"] = (record, found["rollouts"][0], partial(rollouts.read_all, run="r"))

@@ -11,14 +11,18 @@ from tests.support.chat_families import answer, ids_of, stop_ids, template
 ASKED = [{"role": "user", "content": "What is 3 + 4?"}]
 
 
+@pytest.fixture
+def conversation() -> Conversation:
+    return Conversation(template("qwen2_5"))
+
+
 def draw(conversation: Conversation, messages, text: str, **settings):
     context = conversation.context(messages)
     ids = answer("qwen2_5", text)
     return context, conversation.add_completion(context, ids, [-0.5] * len(ids), [3] * len(ids), "stop", **settings)
 
 
-def test_two_answers_to_one_question_are_two_segments_and_each_may_go_on() -> None:
-    conversation = Conversation(template("qwen2_5"))
+def test_two_answers_to_one_question_are_two_segments_and_each_may_go_on(conversation: Conversation) -> None:
     first, second = conversation.context(ASKED), conversation.context(ASKED)
     said = []
     for context, text in ((second, "Eight."), (first, "Seven.")):  # the later question is answered first
@@ -29,8 +33,7 @@ def test_two_answers_to_one_question_are_two_segments_and_each_may_go_on() -> No
     assert [[part.turn for part in segment.parts if part.source == "model"] for segment in conversation.segments()] == [[0, 3], [1, 2]]
 
 
-def test_equal_answers_that_both_go_on_are_two_segments() -> None:
-    conversation = Conversation(template("qwen2_5"))
+def test_equal_answers_that_both_go_on_are_two_segments(conversation: Conversation) -> None:
     for _ in range(2):
         draw(conversation, ASKED, "Seven.")
     said = [*ASKED, {"role": "assistant", "content": "Seven."}, {"role": "user", "content": "Sure?"}]
@@ -42,8 +45,7 @@ def test_equal_answers_that_both_go_on_are_two_segments() -> None:
     ] * 2
 
 
-def test_a_third_question_after_one_answer_repeats_its_tokens_as_context() -> None:
-    conversation = Conversation(template("qwen2_5"))
+def test_a_third_question_after_one_answer_repeats_its_tokens_as_context(conversation: Conversation) -> None:
     _, said = draw(conversation, ASKED, "Seven.")
     for text in ("Sure?", "Really?"):
         draw(conversation, [*ASKED, said.message, {"role": "user", "content": text}], "Yes.")
@@ -52,8 +54,7 @@ def test_a_third_question_after_one_answer_repeats_its_tokens_as_context() -> No
     assert (second.token_ids[:shared] == first.token_ids[:shared]).all() and not second.mask[:shared].any()
 
 
-def test_a_question_that_nobody_answered_leaves_nothing_behind() -> None:
-    conversation = Conversation(template("qwen2_5"))
+def test_a_question_that_nobody_answered_leaves_nothing_behind(conversation: Conversation) -> None:
     lost = conversation.context(ASKED)
     conversation.add_completion(lost, [], [], [], "abort")
     _, said = draw(conversation, ASKED, "Seven.")
@@ -63,8 +64,7 @@ def test_a_question_that_nobody_answered_leaves_nothing_behind() -> None:
     assert [part.source for part in segment.parts] == ["prompt", "model", "user", "model"]
 
 
-def test_other_tools_are_another_history() -> None:
-    conversation = Conversation(template("qwen2_5"))
+def test_other_tools_are_another_history(conversation: Conversation) -> None:
     _, said = draw(conversation, ASKED, "Seven.")
     tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
     context = conversation.context([*ASKED, said.message, {"role": "user", "content": "Sure?"}], [tool])
@@ -79,14 +79,12 @@ def test_other_tools_are_another_history() -> None:
     ],
     ids=["parts", "other keys and spaces"],
 )
-def test_a_client_may_write_an_answer_in_its_own_way(kept) -> None:
-    conversation = Conversation(template("qwen2_5"))
+def test_a_client_may_write_an_answer_in_its_own_way(conversation: Conversation, kept) -> None:
     draw(conversation, ASKED, "Seven.")
     assert conversation.context([*ASKED, kept, {"role": "user", "content": "Sure?"}]).prefix_tokens
 
 
-def test_arrays_of_different_lengths_are_refused() -> None:
-    conversation = Conversation(template("qwen2_5"))
+def test_arrays_of_different_lengths_are_refused(conversation: Conversation) -> None:
     with pytest.raises(ValueError, match=r"turn 0: shapes of ids \(2,\), logprobs \(1,\) and versions \(2,\) differ"):
         conversation.add_completion(conversation.context(ASKED), [1, 2], [-0.5], [3, 3], "stop")
 
@@ -105,8 +103,7 @@ def test_a_text_that_ends_an_answer_leaves_out_what_was_drawn_after_it(before: s
 
 
 @pytest.mark.parametrize("role", ["model", "environment", "prompt"])
-def test_a_message_whose_role_is_the_name_of_a_source_is_said_by_a_user(role: str) -> None:
-    conversation = Conversation(template("qwen2_5"))
+def test_a_message_whose_role_is_the_name_of_a_source_is_said_by_a_user(conversation: Conversation, role: str) -> None:
     _, said = draw(conversation, ASKED, "Seven.")
     draw(conversation, [*ASKED, said.message, {"role": role, "content": "Sure?"}], "Yes.")
     (segment,) = conversation.segments()
