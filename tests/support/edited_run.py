@@ -9,6 +9,7 @@ from typing import Any
 from penstock.pipeline.inspect.audit.report import Audit, as_text, audit
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import RUNS_TOPIC
+from penstock.topics.turns import calls, replies
 from penstock.topics.wire import errors
 from penstock.topics.wire.record import Record
 from tests.support.listed_records import Listed, broken
@@ -22,6 +23,8 @@ CODECS: Mapping[str, Any] = {
     "metrics": metrics,
     "dead-letters": dead_letters,
     "manifests": weights,
+    "calls": calls,
+    "replies": replies,
     RUNS_TOPIC: runs,
     "run": runs,
 }

@@ -7,11 +7,10 @@ from typing import Any
 from penstock.infra.engines.base import Completion
 from penstock.infra.engines.toy import ToyEngine, _Group
 from penstock.pipeline.config.run_config import Config
-from penstock.pipeline.inspect.audit.report import as_text
 from penstock.topics import groups, rollouts
 from penstock.topics.groups import Group
 from penstock.topics.samples import Rollout
-from tests.support.worker_set import LogLocation, audited, complete, config_of, connect, records_of
+from tests.support.worker_set import LogLocation, clean, complete, config_of, connect, records_of
 
 TOY: dict[str, Any] = {"engine": "toy", "workers": 2, "toy_delay_s": 0.004}
 
@@ -60,8 +59,7 @@ def run_of(place: LogLocation, run: str, config: Config) -> tuple[dict[str, Any]
     samples = [sample for record in records_of(log, f"{run}.rollouts") for sample in rollouts.read_all(record, run=run)[1]]
     ended = [groups.read([record], run=run)[1] for record in records_of(log, f"{run}.groups")]
     log.close()
-    audit = audited(place, run)
-    assert audit.clean, as_text(audit)
+    clean(place, run)
     assert report["status"] == "finished"
     assert report["groups"]["trained"] == config.run.steps * config.schedule.prompts_per_step
     return report, samples, ended

@@ -16,7 +16,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.inspect.audit.kafka_reader import KafkaSource
-from penstock.pipeline.inspect.audit.report import Audit, audit
+from penstock.pipeline.inspect.audit.report import Audit, as_text, audit
 from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.inspect.run_view import load
 from penstock.pipeline.launch.create import create
@@ -173,6 +173,13 @@ def audited(place: LogLocation, run: str) -> Audit:
         plain = {(topic.removeprefix(f"{run}."), partition): begin for (topic, partition), begin in begins.items()}
         return audit(Listed(run, [record for topic in topics for record in records_of(place, topic)], begins=plain))
     return audit(KafkaSource(place, run, settings=c_client(place)))
+
+
+def clean(place: LogLocation, run: str) -> Audit:
+    """The audit, in which nothing is broken."""
+    found = audited(place, run)
+    assert found.clean, as_text(found)
+    return found
 
 
 def complete(place: LogLocation, run: str, config: Config, *, roles: Sequence[str] = PIPELINE) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from penstock.topics import weights
 from tests.support.edited_run import EditedRun
 from tests.support.listed_records import broken
 from tests.support.trainer_alone import outcome_of
-from tests.support.worker_set import WorkerSet, audited, complete, config_of, records_of
+from tests.support.worker_set import WorkerSet, audited, clean, complete, config_of, records_of
 
 pytestmark = [pytest.mark.costly, pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")]
 
@@ -64,7 +64,7 @@ def test_workers_that_join_late_and_a_trainer_that_comes_back_go_on_with_adapter
         worker_set.start("trainer")
         worker_set.start("rollout", 0)
         worker_set.wait()
-    assert audited(log, late).clean
+    clean(log, late)
     assert outcome_of(log, late)["versions"] == outcome_of(undisturbed, run_id)["versions"]
     assert encodings(log, late) == encodings(undisturbed, run_id)
 

@@ -38,7 +38,7 @@ from tests.support.children import end_in_time
 from tests.support.launched import toml_of
 from tests.support.log_helpers import open_transaction, outgoing
 from tests.support.own_broker import OwnBroker
-from tests.support.worker_set import WorkerSet, audited, complete, config_of, finish
+from tests.support.worker_set import WorkerSet, clean, complete, config_of, finish
 
 TOY = {"run": {"steps": 8, "seed": 7}, "rollout": {"workers": 1, "engine": "toy"}, "trainer": {"checkpoint_every": 2}}
 LIMIT_S = 400.0
@@ -105,8 +105,7 @@ def test_a_run_restored_elsewhere_from_a_backup_under_load_and_an_open_transacti
     assert report["weights"]["digest"] == plain["weights"]["digest"]
     assert (report["groups"], report["reward"]) == (plain["groups"], plain["reward"])
     other.close()
-    judged = audited(cluster, run_id)
-    assert judged.clean, as_text(judged)
+    clean(cluster, run_id)
 
 
 def test_folders_that_only_an_unsigned_record_names_are_not_copied(
@@ -253,5 +252,4 @@ def test_a_run_whose_machine_is_lost_is_resumed_on_another_that_shares_only_brok
     assert report["weights"]["digest"] == plain["weights"]["digest"]
     log = (second / "runs" / "moved" / "logs" / "trainer.log").read_text()
     assert re.search(r"checkpoint of step \d+ loaded in", log)
-    judged = audited(local, "moved")
-    assert judged.clean, as_text(judged)
+    clean(local, "moved")

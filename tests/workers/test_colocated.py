@@ -15,7 +15,6 @@ from penstock.infra.engines.shared_device import SharedDevice
 from penstock.infra.engines.transformers.engine import TransformersEngine
 from penstock.infra.faults import VARIABLE
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.inspect.audit.report import as_text
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime import factories
 from tests.support.counting_run import counting_run
@@ -24,7 +23,7 @@ from tests.support.processes import Processes
 from tests.support.signals import signal_self
 from tests.support.trainer_alone import config_for as alone
 from tests.support.trainer_alone import group_of, write_groups, written
-from tests.support.worker_set import PIPELINE, WorkerSet, audited, complete, config_of, records_of, same_run
+from tests.support.worker_set import PIPELINE, WorkerSet, clean, complete, config_of, records_of, same_run
 
 COLOCATED: dict[str, Any] = {"launch": {"placement": "colocated"}, "rollout": {"workers": 1}}
 Intervals = dict[str, list[tuple[float, float]]]
@@ -61,8 +60,7 @@ def config_for(model: Path, directory: Path, *, placement: str = "colocated", **
 
 
 def sound(log: MemoryLog, run: str, report: dict[str, Any]) -> None:
-    audit = audited(log, run)
-    assert audit.clean, as_text(audit)
+    clean(log, run)
     assert report["status"] == "finished"
 
 

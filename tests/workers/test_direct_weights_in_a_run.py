@@ -10,7 +10,7 @@ from penstock.infra.faults import VARIABLE
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.runtime.weights.read import ChunkReader
 from tests.support.processes import Processes
-from tests.support.worker_set import WorkerSet, audited, complete, config_of, same_run
+from tests.support.worker_set import WorkerSet, clean, complete, config_of, same_run
 
 IPC = {"transport": "ipc", "anchor_every": 2}
 
@@ -31,7 +31,7 @@ def test_workers_on_the_trainers_machine_read_no_chunks_and_draw_the_same(
         config = config_of(tiny_model, tmp_path, run={"steps": 3, "seed": 7}, weights=chosen)
         log = MemoryLog()
         reports[name] = complete(log, f"{run_id}-{name}", config)
-        assert audited(log, f"{run_id}-{name}").clean
+        clean(log, f"{run_id}-{name}")
     assert reports["memory"]["weights"]["digest"] == reports["log"]["weights"]["digest"]
     assert reports["memory"]["groups"] == reports["log"]["groups"]
     assert by_workers
@@ -55,6 +55,6 @@ def test_a_trainer_that_is_killed_again_and_again_is_followed_by_one_whose_memor
         workers.start("trainer")
         report = workers.finish(watching)
         said = workers.text("rollout")
-    assert audited(broker, run).clean
+    clean(broker, run)
     assert "cannot be read" not in said
     same_run(report, plain)

@@ -9,14 +9,13 @@ import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.archive.sql import ask
-from penstock.pipeline.inspect.audit.report import as_text
 from penstock.pipeline.inspect.explain.as_json import explain
 from penstock.pipeline.inspect.explain.text import as_page
 from penstock.topics import groups
 from penstock.topics.samples import reward_of
 from tests.support.counting_run import counting_run
 from tests.support.environments import COUNTING
-from tests.support.worker_set import audited, complete, records_of
+from tests.support.worker_set import clean, complete, records_of
 
 ROLES = ("trainer", "rollout", "scorer", "feeder")
 
@@ -48,8 +47,7 @@ def test_trajectories_are_drawn_scored_and_trained_and_the_audit_is_clean(run_id
             drawn[turn.start : turn.end] = turn.source == "model"
         assert np.array_equal(drawn, rollout.loss_mask)
         assert rollout.environment_seed is not None and (rollout.environment or "").endswith(":Counting")
-    audit = audited(log, run_id)
-    assert audit.clean, as_text(audit)
+    audit = clean(log, run_id)
     assert next(result.examined for result in audit.results if result.check.name == "trajectory-turns") >= len(samples)
     played = report["episodes"]
     assert played["trajectories"] >= len(samples) and 1 <= played["turns_mean"] <= 3
@@ -87,4 +85,4 @@ def test_a_broken_environment_is_no_zero_but_covered_by_oversampling_or_a_failed
     assert report["dead_letters"]["by_kind"] == ({"environment-failed": 1} if failed else {})
     if failed:
         assert report["episodes"]["causes"] == {"reset": 1}
-    assert audited(log, run_id).clean
+    clean(log, run_id)

@@ -13,7 +13,7 @@ from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.rescore import RescoreRequest, score_run
 from penstock.pipeline.replay.steps import ReplayRequest
 from penstock.pipeline.replay.verify import ReplayResult, replay
-from tests.support.worker_set import audited, complete, config_of
+from tests.support.worker_set import clean, complete, config_of
 
 PARTIAL = """import time
 
@@ -69,7 +69,7 @@ def test_samples_without_a_reward_are_the_same_for_everything_that_reads_the_run
     assert failed.endswith(error) and none.endswith("every reward function returned None")
     assert standing(load(log, run_id), now_s=0.0)["missing_rewards"] == report["missing_rewards"]
     assert all(line in " ".join(as_text(report).split()) for line in (failed, none))
-    assert audited(log, run_id).clean
+    clean(log, run_id)
     tables = LiveTables(log, run_id)
     scored = "from samples s join groups g on s.group_id = g.group_id where g.outcome in ('scored', 'filtered')"
     (row,) = ask(tables, f"select count(*) - count(s.reward) as without, count(s.reward_error) as broken {scored}").to_pylist()

@@ -13,7 +13,7 @@ from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.inspect.report.text import as_text
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime.registration.run_registry import find
-from tests.support.worker_set import WorkerSet, audited, config_of
+from tests.support.worker_set import WorkerSet, clean, config_of
 
 FRAIL = """from pathlib import Path
 
@@ -62,7 +62,7 @@ def test_a_reward_that_is_broken_for_an_hour_stops_the_run_with_its_error_and_th
     flag.unlink()
     ended = attended(log, run_id, config)
     assert (ended["status"], ended["steps"], ended["groups"]["trained"]) == ("finished", 2, 4)
-    assert audited(log, run_id).clean
+    clean(log, run_id)
 
 
 def test_completions_that_are_all_truncated_and_masked_stop_the_run_with_that_cause_and_leave_it_sound(
@@ -76,7 +76,7 @@ def test_completions_that_are_all_truncated_and_masked_stop_the_run_with_that_ca
     assert "100% of the groups are filtered, because every sample is truncated" in " ".join(as_text(stopped).split())
     found = find(log, run_id)
     assert found is not None and found.status == "stopped"
-    assert audited(log, run_id).clean
+    clean(log, run_id)
 
 
 @pytest.mark.slow

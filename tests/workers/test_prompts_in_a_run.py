@@ -12,7 +12,7 @@ from penstock.pipeline.config.load import ConfigError, from_table
 from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.topics import groups, prompts
 from penstock.topics.groups import Group
-from tests.support.worker_set import audited, complete, config_of, records_of
+from tests.support.worker_set import clean, complete, config_of, records_of
 
 JUDGES = """def even(prompts, completions, **columns):
     return [float(int(prompt.split("+")[0]) % 2 == 0) * len(text) for prompt, text in zip(prompts, completions)]
@@ -53,7 +53,7 @@ def test_a_run_of_epochs_ends_when_every_prompt_was_asked_though_half_are_filter
     left = found["unused"]
     assert ("scored groups are unused, because a step needs 4" in report["reason"]) == (left > 0)
     assert not left or f"; {left} scored groups are unused" in report["reason"]
-    assert audited(log, run_id).clean
+    clean(log, run_id)
 
 
 def test_sources_are_mixed_by_weight_each_with_its_rewards_and_sampling(run_id: str, tiny_model: Path, tmp_path: Path, judges: str) -> None:
@@ -75,7 +75,7 @@ def test_sources_are_mixed_by_weight_each_with_its_rewards_and_sampling(run_id: 
         for sample in group.samples:
             assert (sample.rollout.temperature, len(sample.rollout.token_ids) <= 4 if own else True) == (0.5 if own else 1.0, True)
             assert (sample.components[0] is None) == own and sample.components[1] is not None
-    assert audited(log, run_id).clean
+    clean(log, run_id)
 
 
 def test_rows_that_were_solved_are_left_out_of_the_next_epoch(run_id: str, tiny_model: Path, tmp_path: Path, judges: str) -> None:
@@ -87,7 +87,7 @@ def test_rows_that_were_solved_are_left_out_of_the_next_epoch(run_id: str, tiny_
     asked = [prompts.read(record, run=run_id)[1] for record in records_of(log, f"{run_id}.prompts")]
     assert {prompt.row for prompt in asked if prompt.epoch == 0} == set(range(6))
     assert {prompt.row for prompt in asked if prompt.epoch == 1} == {1, 3, 5}
-    assert audited(log, run_id).clean
+    clean(log, run_id)
 
 
 @pytest.mark.parametrize(

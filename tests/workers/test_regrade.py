@@ -11,7 +11,6 @@ from penstock.infra.errors import ConfigError, PenstockError
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.paths import run_directory
 from penstock.pipeline.cli import main
-from penstock.pipeline.inspect.audit.report import as_text
 from penstock.pipeline.inspect.recorded_run import read_run
 from penstock.pipeline.learner.ledger_history import LedgerHistory, read_ledger_history
 from penstock.pipeline.replay.recording import Recording
@@ -21,7 +20,7 @@ from penstock.pipeline.replay.rescore import RescoreRequest
 from penstock.pipeline.replay.rescored_groups import NewRun
 from penstock.pipeline.scheduling.rules import preset
 from tests.support.log_here import LogHere, use_log
-from tests.support.worker_set import PIPELINE, audited, complete, config_of, finish
+from tests.support.worker_set import PIPELINE, clean, complete, config_of, finish
 
 STEPS = 6
 REWARDS = """
@@ -87,7 +86,7 @@ def regraded(log: MemoryLog, run: str, kid: str, *functions: str, first: int = 0
 def continued(log: MemoryLog, run: str, *, roles: Sequence[str] = PIPELINE) -> dict[str, Any]:
     """The report of a run whose workers have continued it to its end; its audit is clean."""
     report = finish(log, run, roles=roles)
-    assert (found := audited(log, run)).clean, as_text(found)
+    clean(log, run)
     return report
 
 
@@ -127,7 +126,7 @@ def test_the_same_reward_makes_the_parent_bit_for_bit(
     report = continued(log, kid)
     assert (report["status"], report["weights"]["digest"]) == ("finished", before.steps[-1].digest)
     assert numbers(regraded(log, kid, f"{kid}s-kid", first=STEPS - 1)) == numbers(before)
-    assert (found := audited(log, f"{kid}s-kid")).clean, as_text(found)
+    clean(log, f"{kid}s-kid")
 
 
 @pytest.mark.usefixtures("parent")

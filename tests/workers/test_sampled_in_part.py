@@ -4,9 +4,8 @@ import math
 from pathlib import Path
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.inspect.audit.report import as_text
 from penstock.pipeline.runtime.topic_reader import RunReader
-from tests.support.worker_set import audited, complete, config_of
+from tests.support.worker_set import clean, complete, config_of
 
 
 def test_a_run_that_draws_from_the_likeliest_tokens_trains_the_distribution_it_drew_from(run_id, tiny_model, tmp_path: Path) -> None:
@@ -22,8 +21,7 @@ def test_a_run_that_draws_from_the_likeliest_tokens_trains_the_distribution_it_d
     log = MemoryLog()
     report = complete(log, run_id, config)
     assert (report["status"], report["steps"]) == ("finished", 3)
-    audit = audited(log, run_id)
-    assert audit.clean, as_text(audit)
+    clean(log, run_id)
     reader = RunReader(log, run_id)
     steps = [entry.metrics for entry in reader.entries() if entry.kind == "step"]
     for measured in steps:
@@ -52,7 +50,7 @@ def test_after_a_step_that_was_far_off_policy_no_prompt_is_admitted_before_the_v
     log = MemoryLog()
     report = complete(log, run_id, config)
     assert (report["status"], report["steps"]) == ("finished", 6)
-    assert audited(log, run_id).clean
+    clean(log, run_id)
     reader = RunReader(log, run_id)
     trained = {entry.step: entry.time_ns for entry in reader.entries() if entry.kind == "step"}
     admitted = {read.payload.group: read.payload.created_ns for read in reader.prompts() if read.payload is not None}

@@ -8,7 +8,7 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline.inspect.records.runs import list_runs
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime.registration.run_registry import find
-from tests.support.worker_set import PIPELINE, audited, config_of, finish
+from tests.support.worker_set import PIPELINE, clean, config_of, finish
 
 SOLVED_AFTER = """calls = 0
 
@@ -49,4 +49,4 @@ def test_a_task_that_is_solved_after_a_third_of_its_steps_ends_evaluated_exporte
     assert "finished: solved: " in (run_directory(run_id) / "report.txt").read_text()
     assert (run_directory(run_id) / "model" / "config.json").is_file()
     assert [row["reason"] for row in list_runs(log)] == [report["reason"]]
-    assert audited(log, run_id).clean
+    clean(log, run_id)

@@ -9,8 +9,9 @@ from penstock.pipeline.agents.engine import turn_number
 from penstock.topics.catalogue import topics_of
 from penstock.topics.turns import calls, replies
 from penstock.topics.turns.replies import Reply
-from penstock.topics.wire.record import Outgoing
 from penstock.workers.environment.worker import LogEngine
+from tests.support import page_records
+from tests.support.a_run import outgoing
 from tests.support.worker_set import records_of
 
 RUN = "known"
@@ -55,9 +56,7 @@ class Site:
             span_versions=np.array([3], np.int32), span_starts=np.array([0], np.int32), finish="stop", started_ns=1, ended_ns=2,
             worker="rollout-0",
         )  # fmt: skip
-        value = replies.encode(reply)
-        headers = replies.headers(reply, run=RUN).encode(value)
-        self.log.producer().send(Outgoing(topic=f"{RUN}.replies", partition=0, key=b"1", headers=headers, value=value))
+        page_records.write(self.log, [outgoing(replies, reply, run=RUN, key=b"1")])
         self.deliver()
 
     def deliver(self) -> None:

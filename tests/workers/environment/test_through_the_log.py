@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.inspect.audit.report import as_text
-from penstock.pipeline.inspect.audit.report import audit as audit_of
 from penstock.pipeline.inspect.explain.as_json import explain
 from penstock.pipeline.inspect.explain.text import as_page
 from penstock.topics.turns import calls, replies
 from tests.support.counting_run import counting_run
-from tests.support.listed_records import Listed
-from tests.support.worker_set import audited, complete, records_of
+from tests.support.edited_run import EditedRun
+from tests.support.listed_records import broken
+from tests.support.worker_set import clean, complete, records_of
 
-CODECS: dict[str, Any] = {"calls": calls, "replies": replies}
 ROLES = ("trainer", "environment", "rollout", "scorer", "feeder")
 
 
@@ -29,8 +27,7 @@ def test_a_run_through_the_log_ends_in_the_same_weights_as_one_in_process(tiny_m
         )  # fmt: skip
         roles = ROLES if carrier == "log" else tuple(role for role in ROLES if role != "environment")
         reports[carrier] = complete(log, carrier, config, roles=roles)
-        audit = audited(log, carrier)
-        assert audit.clean, as_text(audit)
+        clean(log, carrier)
     assert reports["log"]["weights"]["digest"] == reports["process"]["weights"]["digest"]
     asked = [calls.read(record, run="log")[1].key for record in records_of(logs["log"], "log.calls")]
     answered = [replies.read(record, run="log")[1].key for record in records_of(logs["log"], "log.replies")]
@@ -50,11 +47,7 @@ def test_a_run_through_the_log_ends_in_the_same_weights_as_one_in_process(tiny_m
 
 def broken_promises(log: MemoryLog, topic: str, change: Callable[[Any], Any] | None = None, *, begin: int = 0) -> set[str]:
     """The audit's checks that fail once the first record of a topic says something else, or each partition has lost those below `begin`."""
-    records = [record for name in log.topics("log.") for record in records_of(log, name)]
+    edited = EditedRun("log", [record for name in log.topics("log.") for record in records_of(log, name)])
     if change is not None:
-        codec, at = CODECS[topic], next(number for number, record in enumerate(records) if record.topic == f"log.{topic}")
-        held = change(codec.read(records[at], run="log")[1])
-        value = codec.encode(held)
-        records[at] = replace(records[at], value=value, headers=codec.headers(held, run="log").encode(value))
-    begins = {(topic, partition): begin for partition in range(log.partitions(f"log.{topic}") or 0)}
-    return {result.check.name for result in audit_of(Listed("log", records, begins=begins)).results if result.violations}
+        edited.alter(topic, change, where={})
+    return broken(edited.audit({(topic, partition): begin for partition in range(log.partitions(f"log.{topic}") or 0)}))

@@ -8,13 +8,12 @@ import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.load import ConfigError
-from penstock.pipeline.inspect.audit.report import as_text
 from penstock.pipeline.learner.evaluation import Evaluator
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.workers.evaluator.worker import main
 from tests.support.counting_run import counting_run
 from tests.support.in_flight import config_in_flight
-from tests.support.worker_set import PIPELINE, WorkerSet, audited, complete, config_of
+from tests.support.worker_set import PIPELINE, WorkerSet, clean, complete, config_of
 
 ALL = (*PIPELINE, "evaluator")
 
@@ -35,8 +34,7 @@ def test_a_rollout_worker_measures_what_an_evaluator_does_and_the_run_ends_in_th
         log, config = MemoryLog(), config_of(tiny_model, tmp_path, trainer={"lr": 1e-2}, eval=held_out(tmp_path, engine))
         assert ROLES["evaluator"].workers(config) == (engine == "own")
         reports[engine] = complete(log, engine, config, roles=ALL)
-        audit = audited(log, engine)
-        assert audit.clean, as_text(audit)
+        clean(log, engine)
     own, lent = reports["own"], reports["rollout"]
     assert measures(lent, last=4) == measures(own, last=4)
     assert len({found["sampled_reward"] for found in measures(lent, last=4)}) == 2
@@ -50,8 +48,7 @@ def test_an_engine_in_flight_ends_its_samples_in_hand_and_goes_back_to_the_newes
     held = held_out(tmp_path, "rollout", every=4, max_new_tokens=8)
     config, log = config_in_flight(tiny_model, tmp_path, run={"steps": 8}, eval=held), MemoryLog()
     report = complete(log, run_id, config, roles=ALL)
-    audit = audited(log, run_id)
-    assert audit.clean, as_text(audit)
+    clean(log, run_id)
     found = [evaluation["version"] for evaluation in report["eval"]]
     assert found[0] == 0 and found[-1] == 8 and set(found) <= {0, 4, 8}
     assert report["groups"]["trained"] == 8 and report["lag"]["max"] <= 4

@@ -18,9 +18,10 @@ from penstock.topics.catalogue import topics_of
 from penstock.topics.runs import RunRecord
 from penstock.topics.turns import calls, replies
 from penstock.topics.turns.calls import Call, TurnKey
-from penstock.topics.wire.record import Outgoing
 from penstock.workers.rollout import call_worker
 from penstock.workers.rollout.call_worker import CallWorker
+from tests.support import page_records
+from tests.support.a_run import outgoing
 from tests.support.published_weights import NoNews
 from tests.support.worker_set import records_of
 
@@ -61,7 +62,6 @@ class Site:
     def __init__(self) -> None:
         self.log = MemoryLog()
         self.log.create_topics(topics_of(RUN, partitions=PARTITIONS, turns=True))
-        self.producer = self.log.producer()
         self.asked: list[TurnKey] = []
         self.needless: list[tuple[int, int, int]] = []
         self.workers: list[CallWorker] = []
@@ -74,10 +74,7 @@ class Site:
             stream=group, max_new_tokens=5, temperature=1.0, top_p=1.0, top_k=0, seeded=1, asked_ns=1, worker="environment-0",
         )  # fmt: skip
         self.asked.append(call.key)
-        value = calls.encode(call)
-        headers = calls.headers(call, run=RUN).encode(value)
-        key = str(group).encode()
-        self.producer.send(Outgoing(topic=f"{RUN}.calls", partition=group % PARTITIONS, key=key, headers=headers, value=value))
+        page_records.write(self.log, [outgoing(calls, call, run=RUN, partition=group % PARTITIONS, key=str(group).encode())])
 
     def answered(self) -> list[TurnKey]:
         return [replies.read(record, run=RUN)[1].key for record in records_of(self.log, f"{RUN}.replies")]

@@ -20,8 +20,9 @@ from penstock.pipeline.runtime.session import Session
 from penstock.topics import prompts, rollouts
 from penstock.topics.catalogue import topics_of
 from penstock.topics.runs import RunRecord
-from penstock.topics.wire.record import Outgoing
 from penstock.workers.rollout.worker import GroupWorker
+from tests.support import page_records
+from tests.support.a_run import outgoing
 from tests.support.examples import prompt_of
 from tests.support.published_weights import NoNews
 
@@ -71,11 +72,7 @@ class Site:
         group, self.groups = self.groups, self.groups + 1
         ids = np.array([5, 6, 7 + group], dtype=np.int32)
         prompt = prompt_of(group, samples_per_prompt=SAMPLES, token_ids=ids)
-        value = prompts.encode(prompt)
-        headers = prompts.headers(prompt, run=RUN).encode(value)
-        self.log.transactions("feeder").commit(
-            [Outgoing(topic=f"{RUN}.prompts", partition=partition, key=b"", headers=headers, value=value)]
-        )
+        self.log.transactions("feeder").commit([outgoing(prompts, prompt, run=RUN, partition=partition, key=b"")])
 
     def join(self, *, capacity: int = 1) -> GroupWorker:
         """One more worker."""
@@ -109,9 +106,7 @@ class Site:
 
     def arrives(self, sample: rollouts.Rollout) -> None:
         """A sample that an owner of long ago had sent, in partition 3."""
-        value = rollouts.encode(sample)
-        headers = rollouts.headers(sample, run=RUN).encode(value)
-        self.log.producer().send(Outgoing(topic=f"{RUN}.rollouts", partition=3, key=b"", headers=headers, value=value))
+        page_records.write(self.log, [outgoing(rollouts, sample, run=RUN, partition=3, key=b"")])
 
     def whole(self) -> bool:
         return len(set(published(self.log))) == self.groups * SAMPLES

@@ -13,10 +13,10 @@ from penstock.infra.log import Log
 from penstock.infra.memory.log import MemoryLog
 from penstock.topics import weights
 from penstock.workers.trainer import weight_publisher
-from tests.support import small_chunks
+from tests.support import listed_records, small_chunks
 from tests.support.own_broker import OwnBroker
 from tests.support.trainer_alone import config_for, group_of, trained, written
-from tests.support.worker_set import PIPELINE, WorkerSet, audited, complete, config_of, records_of, same_run
+from tests.support.worker_set import PIPELINE, WorkerSet, audited, clean, complete, config_of, records_of, same_run
 
 VERSIONS, CHUNKS = 3, 5
 """Versions at each of whose chunks the trainer dies, one of them whole, and the chunks of each."""
@@ -48,7 +48,7 @@ def chunk_counts(log: Log, run: str) -> list[tuple[str, int]]:
 
 def broken_promises(log: MemoryLog, run: str) -> set[str]:
     """What the audit finds broken; groups that no worker has drawn are among it."""
-    return {result.check.name for result in audited(log, run).results if result.violations}
+    return listed_records.broken(audited(log, run))
 
 
 @pytest.mark.usefixtures("small")
@@ -98,5 +98,5 @@ def test_a_broker_killed_while_a_version_is_sent_comes_back_to_the_same_weights(
         report = worker_set.report()
     back.join()
     assert left[0] <= 0
-    assert audited(bootstrap, run_id).clean
+    clean(bootstrap, run_id)
     same_run(report, plain)

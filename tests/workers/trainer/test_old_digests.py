@@ -6,6 +6,7 @@ import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.workers.trainer import worker
+from tests.support import listed_records
 from tests.support.trainer_alone import config_for, group_of, killed, trained, written
 from tests.support.worker_set import audited
 
@@ -21,5 +22,5 @@ def test_a_trainer_goes_on_in_the_hash_function_that_the_run_was_begun_with(
     found = trained(log, run_id)
     assert found["status"] == "finished"
     assert {":" in digest for _, digest in found["versions"]} == {False}
-    broken = {result.check.name for result in audited(log, run_id).results if result.violations}
+    broken = listed_records.broken(audited(log, run_id))
     assert not broken & {"version-numbers", "chunks", "digests", "last-digests"}

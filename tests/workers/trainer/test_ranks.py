@@ -24,6 +24,7 @@ from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.runtime.registration.run_registry import find, write
 from penstock.workers.trainer import other_ranks
 from penstock.workers.trainer.other_ranks import PARENT
+from tests.support import listed_records
 from tests.support.deaths import kill_rank_at
 from tests.support.processes import Processes
 from tests.support.ranks import measured, on_ranks
@@ -108,7 +109,7 @@ def ends_in_the_same_run(broker: str, run_id: str, folder: Path, config: Config,
         results.append(outcome_of(log, run))
     log.close()
     assert results[0]["status"] == "finished" and results[0] == results[1]
-    broken = [{result.check.name for result in audited(broker, f"{run_id}-{name}").results if result.violations} for name in "ab"]
+    broken = [listed_records.broken(audited(broker, f"{run_id}-{name}")) for name in "ab"]
     assert broken[0] == broken[1] == {"group-samples", "prompt-arithmetic"}  # nobody drew what these groups hold
 
 

@@ -20,7 +20,7 @@ from penstock.pipeline.replay.verify import ReplayResult, replay
 from penstock.pipeline.runtime.factories import make_backend
 from penstock.workers.trainer import resuming
 from tests.support.trainer_alone import config_for, group_of, killed, trained, written
-from tests.support.worker_set import WorkerSet, audited, config_of
+from tests.support.worker_set import WorkerSet, clean, config_of
 
 torch = pytest.importorskip("torch")
 
@@ -91,9 +91,7 @@ def test_a_run_whose_trainer_is_killed_again_and_again_ends_and_tells_of_three_r
     assert 0.0 < report["practice"]["entropy"] < 10.0
     assert "nats a token" in as_text(report, full=True)
 
-    audit = audited(log, run_id)
-    assert audit.clean, audit_report.as_text(audit)
-    assert audit_report.as_text(audit).count("note: rebased after") == 3
+    assert audit_report.as_text(clean(log, run_id)).count("note: rebased after") == 3
 
     last = report["groups"]["admitted"] - 1
     group = next(n for n in range(last, 0, -1) if n in read_ledger_history(log, run_id).trained)
