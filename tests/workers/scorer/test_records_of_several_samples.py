@@ -16,6 +16,7 @@ from penstock.topics.samples import Rollout
 from penstock.topics.wire.record import Record
 from penstock.workers.scorer.group_buffer import PartitionGroups
 from penstock.workers.scorer.worker import Scorer
+from tests.support.a_run import outgoing, stored
 from tests.support.strategies import a_rollout
 from tests.support.worker_set import records_of
 
@@ -39,9 +40,7 @@ def scorer() -> Scorer:
 
 def take(scorer: Scorer, offset: int, *samples: Rollout) -> Record:
     """Let it read a record of these samples."""
-    value = rollouts.encode(*samples)
-    headers = rollouts.headers(*samples, run=RUN).encode(value)
-    record = Record(topic=f"{RUN}.rollouts", partition=0, offset=offset, timestamp_ms=0, key=b"3", headers=headers, value=value)
+    record = stored(outgoing(rollouts, *samples, run=RUN, key=b"3"), offset)
     scorer._received(record)
     return record
 

@@ -12,6 +12,7 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline.inspect.metrics import Line
 from penstock.workers.tracker import worker as tracker
 from penstock.workers.tracker.metrics_file import Sinks, sinks
+from tests.support import page_records
 from tests.support.a_run import RecordBuilder
 from tests.support.number_run import RUN, config_of, log_with, session_of
 
@@ -27,10 +28,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def told_and_tracked(**sections: Any) -> tuple[Path, list[dict[str, Any]]]:
     """A finished run of three steps, tracked; its folder and the lines of its `metrics.jsonl`."""
     log, builder = log_with(), RecordBuilder(RUN, steps=3)
-    producer = log.producer()
-    producer.send(builder.made())
-    for record in whole_run(builder):
-        producer.send(record)
+    page_records.write(log, [builder.made(), *whole_run(builder)])
     session = session_of(log, config_of(None, **sections), role="tracker")
     tracker.main(session)
     directory = run_directory(RUN)

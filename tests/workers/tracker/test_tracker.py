@@ -21,10 +21,11 @@ from penstock.pipeline.inspect.status import WATCHED, standing
 from penstock.pipeline.runtime.reporting.reporter import Reporter
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.topic_reader import RunReader
-from penstock.topics.catalogue import RUNS_SPEC, topics_of
+from penstock.topics.catalogue import RUNS_SPEC
 from penstock.topics.wire.record import Outgoing
 from penstock.workers.tracker import metrics_file, worker
 from tests.support.a_run import RUN, RecordBuilder
+from tests.support.page_records import log_with, write
 from tests.support.waiting import until
 
 STEPS = 5
@@ -43,9 +44,7 @@ def soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def log() -> MemoryLog:
-    made = MemoryLog()
-    made.create_topics({RUNS_SPEC.name: RUNS_SPEC, **topics_of(RUN, partitions=1)})
-    return made
+    return log_with()
 
 
 def built(**config: Any) -> tuple[RecordBuilder, list[Outgoing]]:
@@ -53,25 +52,13 @@ def built(**config: Any) -> tuple[RecordBuilder, list[Outgoing]]:
     return builder, list(builder.whole())
 
 
-def write(log: MemoryLog, records: list[Outgoing]) -> None:
-    producer = log.producer()
-    for outgoing in records:
-        producer.send(outgoing)
-
-
 def session_for(log: MemoryLog, *, stop: bool = False) -> Session:
     record = load(log, RUN, topics=()).record
     assert record is not None
     session = Session(
-        run=RUN,
-        role="tracker",
-        worker="tracker",
-        log=log,
-        record=record,
-        config=from_json(record.config),
-        info=json.loads(record.info),
+        run=RUN, role="tracker", worker="tracker", log=log, record=record, config=from_json(record.config), info=json.loads(record.info),
         stop=threading.Event(),
-    )
+    )  # fmt: skip
     if stop:
         session.stop.set()
     return session
@@ -99,12 +86,22 @@ def points_in(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_directory(tmp_path) / "metrics.jsonl").read_text().splitlines()]
 
 
+def report_in(tmp_path: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((run_directory(tmp_path) / "report.json").read_text())
+    return report
+
+
 WITHOUT_MLFLOW = {"mlflow": {"enabled": False}}
 
 
-def test_every_step_evaluation_and_version_is_one_line(log: MemoryLog, tmp_path: Path) -> None:
+def tracked(log: MemoryLog, *, stop: bool = False) -> Session:
+    """Follow a finished run without MLflow."""
     write(log, built(**WITHOUT_MLFLOW)[1])
-    follow(log)
+    return follow(log, stop=stop)
+
+
+def test_every_step_evaluation_and_version_is_one_line(log: MemoryLog, tmp_path: Path) -> None:
+    tracked(log)
     found = points_in(tmp_path)
     counts = Counter(point["kind"] for point in found if point.get("worker") != "tracker")
     assert counts == {"step": STEPS, "eval": 2, "reward": STEPS, "status": 2, "final": 5}
@@ -112,12 +109,13 @@ def test_every_step_evaluation_and_version_is_one_line(log: MemoryLog, tmp_path:
     assert [point["reward"] for point in found if point["kind"] == "reward"] == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0])
 
 
-def test_without_mlflow_the_report_is_written_all_the_same(log: MemoryLog, tmp_path: Path) -> None:
-    write(log, built(**WITHOUT_MLFLOW)[1])
-    follow(log)
-    report = json.loads((run_directory(tmp_path) / "report.json").read_text())
+def test_without_mlflow_the_run_is_left_as_a_report_and_a_page_all_the_same(log: MemoryLog, tmp_path: Path) -> None:
+    tracked(log)
+    report = report_in(tmp_path)
     assert (report["status"], report["steps"], report["mlflow_run_id"]) == ("finished", STEPS, None)
     assert "reward" in (run_directory(tmp_path) / "report.txt").read_text()
+    page = (run_directory(tmp_path) / "report.html").read_text()
+    assert page.startswith("<!doctype html>") and f"<title>{RUN} · Penstock</title>" in page
 
 
 def test_where_mlflow_is_not_installed_nothing_waits_for_it(
@@ -127,26 +125,18 @@ def test_where_mlflow_is_not_installed_nothing_waits_for_it(
     write(log, built()[1])
     follow(log)
     assert "MLflow is not installed: metrics are written to metrics.jsonl only" in said
-    assert json.loads((run_directory(tmp_path) / "report.json").read_text())["mlflow_run_id"] is None
+    assert report_in(tmp_path)["mlflow_run_id"] is None
     assert not [line for line in said if "lacks" in line]
 
 
 def test_who_looks_at_the_run_goes_on_from_what_the_tracker_has_left(log: MemoryLog) -> None:
-    write(log, built(**WITHOUT_MLFLOW)[1])
-    follow(log)
+    tracked(log)
     left, since = newest(log, RUN)
     assert (left.steps_done, left.closed is not None) == (STEPS, True)
     ledger = (f"{RUN}.ledger", 0)
     assert since[ledger] == log.end_offsets([ledger])[ledger]
     seen = read_view(RunReader(log, RUN), topics=WATCHED, view=left, since=since)
     assert standing(seen, now_s=1e10) == standing(load(log, RUN, topics=WATCHED), now_s=1e10)
-
-
-def test_the_run_is_left_as_a_page_beside_its_report(log: MemoryLog, tmp_path: Path) -> None:
-    write(log, built(**WITHOUT_MLFLOW)[1])
-    follow(log)
-    page = (run_directory(tmp_path) / "report.html").read_text()
-    assert page.startswith("<!doctype html>") and f"<title>{RUN} · Penstock</title>" in page
 
 
 def test_a_page_that_is_not_ready_in_time_or_cannot_be_written_costs_one_line(
@@ -164,7 +154,7 @@ def test_a_page_that_is_not_ready_in_time_or_cannot_be_written_costs_one_line(
     said.clear()
     follow(log)
     assert len([line for line in said if "the report page was not written: " in line]) == 1
-    assert json.loads((run_directory(tmp_path) / "report.json").read_text())["steps"] == STEPS
+    assert report_in(tmp_path)["steps"] == STEPS
     assert not list(run_directory(tmp_path).glob(".*.tmp"))
 
 
@@ -224,7 +214,7 @@ def test_it_waits_for_the_last_words_of_workers_that_still_report(log: MemoryLog
     write(log, [builder.measured_by("evaluator", "final")])
     thread.join(120.0)
     assert not thread.is_alive()
-    report = json.loads((run_directory(tmp_path) / "report.json").read_text())
+    report = report_in(tmp_path)
     assert report["eval"][-1]["version"] == STEPS + 1
 
 
@@ -263,11 +253,8 @@ def followed(log: MemoryLog) -> Iterator[Callable[[], threading.Thread]]:
 def test_an_evaluator_that_still_loads_when_the_run_is_over_has_its_say(log, tmp_path: Path, monkeypatch, followed, doing: str) -> None:
     monkeypatch.setattr(worker, "QUIET_S", 0.0)
     builder, records = built(**WITHOUT_MLFLOW)
-    late = {"doing": doing, "activity": "start"}
-    write(
-        log,
-        [*records[:-1], builder.measured_by("evaluator", incarnation="b", labels=late), builder.measured_by("trainer", incarnation="b")],
-    )
+    late = builder.measured_by("evaluator", incarnation="b", labels={"doing": doing, "activity": "start"})
+    write(log, [*records[:-1], late, builder.measured_by("trainer", incarnation="b")])
     thread = followed()
     thread.join(0.5)
     assert thread.is_alive(), "a worker that is loading says nothing for long"
@@ -275,15 +262,14 @@ def test_an_evaluator_that_still_loads_when_the_run_is_over_has_its_say(log, tmp
     write(log, [builder.measured_by("evaluator", "final", incarnation="b")])
     thread.join(120.0)
     assert not thread.is_alive()
-    assert json.loads((run_directory(tmp_path) / "report.json").read_text())["eval"][-1]["version"] == STEPS + 1
+    assert report_in(tmp_path)["eval"][-1]["version"] == STEPS + 1
 
 
 def test_an_evaluator_that_died_while_it_was_loading_is_not_waited_for_without_end(log, tmp_path: Path, monkeypatch, followed) -> None:
     monkeypatch.setattr(worker, "LOADING_S", 0.5)
     builder, records = built(**WITHOUT_MLFLOW)
-    write(
-        log, [*records[:-1], builder.measured_by("evaluator", incarnation="b", labels={"doing": "loading the model", "activity": "start"})]
-    )
+    late = builder.measured_by("evaluator", incarnation="b", labels={"doing": "loading the model", "activity": "start"})
+    write(log, [*records[:-1], late])
     followed().join(120.0)
     assert (run_directory(tmp_path) / "report.json").exists()
 
@@ -312,8 +298,7 @@ def test_a_tracker_that_is_stopped_says_no_reward_that_may_still_change(log: Mem
 def test_a_tracker_that_is_stopped_leaves_no_report_of_a_log_too_long_to_be_read_in_time(
     log: MemoryLog, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(log, built(**WITHOUT_MLFLOW)[1])
-    follow(log, stop=True)
+    tracked(log, stop=True)
     assert (run_directory(tmp_path) / "report.json").exists()
     monkeypatch.setattr(worker, "STOPPED_S", -1.0)
     follow(log, stop=True)
@@ -325,8 +310,7 @@ def test_rewards_are_the_same_whatever_is_read_first_of_a_long_log(log: MemoryLo
     """One record at a time, a whole topic before the next: the versions are known long before their groups are."""
     poll = MemoryTail.poll
     monkeypatch.setattr(MemoryTail, "poll", lambda self, timeout_s, **_: poll(self, timeout_s, max_records=1))
-    write(log, built(**WITHOUT_MLFLOW)[1])
-    follow(log)
+    tracked(log)
     assert [point["reward"] for point in points_in(tmp_path) if point["kind"] == "reward"] == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0])
 
 
@@ -379,7 +363,7 @@ def test_a_run_followed_by_three_trackers_is_one_mlflow_run_without_double_point
     artifacts = tmp_path / "state" / "mlartifacts"
     assert {path.name for path in artifacts.rglob("*") if path.is_file()} == {"config.json", "report.html", "report.json", "report.txt"}
     assert "hush" not in "".join(path.read_text() for path in artifacts.rglob("*.json"))
-    report = json.loads((run_directory(tmp_path) / "report.json").read_text())
+    report = report_in(tmp_path)
     assert report["mlflow_run_id"] == run.info.run_id
     assert load(log, RUN).mlflow["run_id"] == run.info.run_id
 
@@ -408,5 +392,5 @@ def test_a_server_that_does_not_answer_costs_one_line_and_a_limited_time(
     assert "secret" not in "".join(said)
     assert sum("the run continues" in line for line in about) <= 1
     assert sum("lacks" in line for line in about) == 1
-    assert json.loads((run_directory(tmp_path) / "report.json").read_text())["mlflow_run_id"] is None
+    assert report_in(tmp_path)["mlflow_run_id"] is None
     assert len(points_in(tmp_path)) > STEPS
