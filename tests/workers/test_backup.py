@@ -38,6 +38,7 @@ from tests.support.children import end_in_time
 from tests.support.launched import toml_of
 from tests.support.log_helpers import open_transaction, outgoing
 from tests.support.own_broker import OwnBroker
+from tests.support.refusals import one_line
 from tests.support.worker_set import WorkerSet, clean, complete, config_of, finish
 
 TOY = {"run": {"steps": 8, "seed": 7}, "rollout": {"workers": 1, "engine": "toy"}, "trainer": {"checkpoint_every": 2}}
@@ -124,9 +125,8 @@ def test_folders_that_only_an_unsigned_record_names_are_not_copied(
     ("uri", "reason"), [("file:///no/such/run", "No such file"), ("nowhere://bucket/run", "nowhere"), ("s3://", "separator")]
 )
 def test_a_store_that_cannot_be_read_is_one_line(tmp_path: Path, uri: str, reason: str) -> None:
-    with pytest.raises(PenstockError, match=f"^--store .*({reason})") as refused:
+    with one_line(PenstockError, match=f"^--store .*({reason})"):
         download(uri, tmp_path)
-    assert "\n" not in str(refused.value)
 
 
 def test_hidden_and_unfinished_files_of_a_store_are_left_there(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from penstock.infra.kafka.settings import Connection, librdkafka
 from penstock.infra.paths import write_private
 from tests.support.log_helpers import make_topics, values_in, write
 from tests.support.paths import ROOT
+from tests.support.refusals import one_line
 
 NOBODY = 65534
 OPEN = {
@@ -103,9 +104,8 @@ def test_a_broker_without_a_password_gets_one_at_its_next_start_and_both_clients
 
 def test_a_log_that_was_opened_without_a_password_gives_up_in_one_line(upgraded: tuple[Path, str, KafkaLog]) -> None:
     home, topic, old = upgraded
-    with pytest.raises(LogError) as refused:
+    with one_line(LogError) as refused:
         old.end_offsets([(topic, 0)])
-    assert "\n" not in str(refused.value)
     assert embedded.status(home).bootstrap in str(refused.value)
 
 
@@ -188,9 +188,8 @@ def test_the_proof_of_the_port_is_looked_for_in_rotated_logs_too_and_its_loss_is
         file.write_text(said[text])
         os.utime(file, (at := 900 if name.startswith("old/") else 1000 + number, at))
     if listens is None:
-        with pytest.raises(BrokerError, match=r"log has been rotated.*`penstock broker stop`, then start it again") as refused:
+        with one_line(BrokerError, match=r"log has been rotated.*`penstock broker stop`, then start it again"):
             embedded._listens(files, 9)
-        assert "\n" not in str(refused.value)
         return
     assert embedded._listens(files, 9) == listens
     assert not embedded._listens(embedded._Files(tmp_path / "none"), 9)
@@ -252,10 +251,9 @@ def test_the_login_goes_to_the_address_of_the_own_broker_alone(
 @pytest.mark.parametrize("text", ["", "sasl.username=penstock\n", "sasl.password=x\n", "\n\n", "\x00", "pässword"])
 def test_a_damaged_file_of_the_password_is_one_line_that_says_what_to_do(tmp_path: Path, text: str) -> None:
     (tmp_path / access.LOGIN_FILE).write_text(text, encoding="utf-8")
-    with pytest.raises(BrokerError) as refused:
+    with one_line(BrokerError) as refused:
         access.read_login(tmp_path)
     assert re.search(r"client\.properties .*: remove it, then", str(refused.value))
-    assert "\n" not in str(refused.value)
 
 
 def test_a_private_file_is_private_whatever_was_there_and_whatever_the_umask(tmp_path: Path) -> None:

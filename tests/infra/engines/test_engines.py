@@ -15,6 +15,7 @@ from penstock.infra.engines.shared_device import Sleepable
 from penstock.infra.engines.toy import ToyEngine
 from penstock.infra.errors import EngineError
 from penstock.infra.tensors.stream import TensorBytes
+from tests.support.refusals import one_line
 
 SAMPLING = Sampling(max_new_tokens=12, stop_ids=(2, 7))
 ROWS = 6
@@ -272,9 +273,8 @@ def test_weights_that_do_not_fit_change_nothing(engine: Any, damage: str) -> Non
         "twice": [*tensors, last],
         "short": [*tensors[:-1], replace(last, data=bytes(last.data)[:-4])],
     }[damage]
-    with pytest.raises(EngineError) as caught:
+    with one_line(EngineError):
         engine.load_weights(2, iter(damaged))
-    assert "\n" not in str(caught.value)
     assert engine.version == 1
     after = drawn(engine, asked())
     assert all(same(before[key], after[key]) for key in before)

@@ -17,6 +17,7 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.kafka.settings import Connection, Tokens, expires_s, librdkafka
 from penstock.pipeline.runtime.roles import AclRule
 from tests.support.log_helpers import make_topics, outgoing, values_in, write
+from tests.support.refusals import one_line
 from tests.support.secured_broker import REAUTH_MS, SecuredBroker, unsecured_token
 
 
@@ -50,11 +51,9 @@ def test_who_has_a_password_or_a_token_is_let_in_by_both_clients_and_others_get_
     assert goes_both_ways(secured.secure, secured.credentials("ann", "right"), topic)
 
     began = time.monotonic()
-    with pytest.raises(LogUnreachable) as refused:
+    with one_line(LogUnreachable, "invalid credentials") as refused:
         KafkaLog(secured.secure, security=secured.credentials("ann", "wr0ng"), unreachable_after_s=3.0)
     assert time.monotonic() - began < 60
-    assert "\n" not in str(refused.value)
-    assert "invalid credentials" in str(refused.value)
     assert "wr0ng" not in str(refused.value)
 
     token, program = tmp_path / "token", tmp_path / "token.py"
@@ -182,8 +181,7 @@ def test_a_connection_that_a_listener_refuses_is_one_line_with_the_cause(secured
         (secured.mutual, {**certified, "ssl_cafile": str(no_text)}, r"TLS handshake .* failed \(no certificate or crl found\)"),
     ]
     for bootstrap, security, message in cases:
-        with pytest.raises(LogUnreachable, match=message) as refused:
+        with one_line(LogUnreachable, match=message):
             KafkaLog(bootstrap, security=security, unreachable_after_s=3.0)
-        assert "\n" not in str(refused.value)
     with pytest.raises(LogError, match=r"^kafka security setting ssl_keyfile: /no/such\.key does not exist or cannot be read$"):
         KafkaLog(secured.mutual, security={**certified, "ssl_keyfile": "/no/such.key"})

@@ -14,6 +14,7 @@ from penstock.pipeline.launch.create import check_user_functions, create
 from penstock.pipeline.learner.micro_batches import advantage_function, combined_advantages
 from penstock.topics.groups import Group
 from tests.support.light_model import light_model
+from tests.support.refusals import one_line
 from tests.support.trainer_alone import group_of
 
 pytest.importorskip("torch")
@@ -87,9 +88,8 @@ def test_functions_that_work_pass_the_trial(mine: Path, settings: dict[str, Any]
 )
 def test_what_would_stop_the_first_step_is_one_line_before_the_run_is_created(mine: Path, algorithm: dict[str, str], said: str) -> None:
     named = {key: f"{mine}:{name}" for key, name in algorithm.items()}
-    with pytest.raises(ConfigError, match=said) as refused:
+    with one_line(ConfigError, match=said):
         check_user_functions(config_of(aggregate="token_mean", **named))
-    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,8 @@ def test_a_run_with_a_broken_function_is_neither_created_nor_passes_the_check(
     light_model(tmp_path / "model", context=512)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n', encoding="utf-8")
     log, broken = MemoryLog(), config(algorithm)
-    with pytest.raises(ConfigError, match=said) as refused:
+    with one_line(ConfigError, match=said):
         create(broken, log=log, run_id="broken", notify=lambda _: None)
-    assert "\n" not in str(refused.value)
     assert log.topics("") == []
     with pytest.raises(ConfigError, match=said):
         preflight.check(broken, tell=lambda *_: None, samples=False)
