@@ -102,10 +102,10 @@ def own_broker(new_home: Callable[[], Path]) -> Iterator[Any]:
 def log(broker: str) -> Iterator[Any]:
     """The session's broker as a log."""
     from penstock.infra.kafka.log import KafkaLog
+    from tests.support.log_helpers import closed_at_end
 
-    opened = KafkaLog(broker, client_id="test")
-    yield opened
-    opened.close()
+    with closed_at_end(KafkaLog(broker, client_id="test")) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session")

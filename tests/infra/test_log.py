@@ -13,16 +13,26 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics.catalogue import TopicSpec
 from penstock.topics.wire.record import Outgoing
-from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, open_transaction, outgoing, settle, values_in, write
+from tests.support.log_helpers import (
+    WAIT_S,
+    Heard,
+    closed_at_end,
+    listen,
+    make_topics,
+    open_transaction,
+    outgoing,
+    settle,
+    values_in,
+    write,
+)
 
 
 @pytest.fixture(params=["memory", "kafka"])
 def log(request: pytest.FixtureRequest, run_id: str) -> Iterator[Log]:
     """One log after the other."""
     opened: Log = MemoryLog() if request.param == "memory" else KafkaLog(request.getfixturevalue("broker"))
-    yield opened
-    opened.delete_topics(opened.topics(f"{run_id}."))
-    opened.close()
+    with closed_at_end(opened, lambda: opened.delete_topics(opened.topics(f"{run_id}."))):
+        yield opened
 
 
 def test_a_record_comes_back_as_it_was_sent(log: Log, run_id: str) -> None:
@@ -34,10 +44,8 @@ def test_a_record_comes_back_as_it_was_sent(log: Log, run_id: str) -> None:
         Outgoing(topic=topic, partition=2, key=None, headers=(), value=b""),
     ]
     assert [producer.send(record).offset(WAIT_S) for record in sent] == [0, 1]
-    producer.close()
     tail = log.tail({(topic, 2): "earliest"})
     first, second = tail.read_to_end(WAIT_S)
-    tail.close()
     assert (first.topic, first.partition, first.offset, first.key, first.headers) == (topic, 2, 0, b"17", headers)
     assert first.value == b"payload" * 1000
     assert (second.key, second.headers, second.value) == (None, (), b"")
@@ -51,7 +59,6 @@ def test_a_record_of_16_mib_passes_alone_and_in_a_transaction(log: Log, run_id: 
     write(log, topic, [large])
     writer = log.transactions(f"{run_id}.writer")
     (offset,) = writer.commit([outgoing(topic, memoryview(large))])  # type: ignore[arg-type]
-    writer.close()
     assert [record.value == large for record in log.read(topic, 0, [0, offset])] == [True, True]
 
 
@@ -61,10 +68,8 @@ def test_each_partition_keeps_its_order(log: Log, run_id: str) -> None:
     for number in range(400):
         producer.send(outgoing(topic, b"%d" % number, partition=number % 4))
     producer.flush(WAIT_S)
-    producer.close()
     tail = log.tail({(topic, partition): "earliest" for partition in range(4)})
     records = tail.read_to_end(WAIT_S)
-    tail.close()
     for partition in range(4):
         assert [int(record.value) for record in records if record.partition == partition] == list(range(partition, 400, 4))
 
@@ -77,7 +82,6 @@ def test_a_tail_from_latest_sees_what_is_written_after_it_was_made(log: Log, run
     assert [record.value for record in tail.poll(WAIT_S)] == [b"after"]
     assert tail.poll(0.05) == []
     assert tail.outage_s == 0.0
-    tail.close()
 
 
 def test_a_tail_is_extended_and_moved(log: Log, run_id: str) -> None:
@@ -94,20 +98,17 @@ def test_a_tail_is_extended_and_moved(log: Log, run_id: str) -> None:
     assert [record.value for record in tail.read_to_end(WAIT_S)] == [b"2"]
     with pytest.raises(LogError, match="not among the partitions of this reader"):
         tail.position((topic, 3))
-    tail.close()
 
 
 def test_reading_to_the_end_does_not_wait_behind_a_transaction_marker(log: Log, run_id: str) -> None:
     (topic,) = make_topics(log, run_id, "a")
     writer = log.transactions(f"{run_id}.writer")
     offsets = [writer.commit([outgoing(topic, b"%d" % number)])[0] for number in range(3)]
-    writer.close()
     settle(log, topic)
     tail = log.tail({(topic, 0): "earliest"})
     assert [record.offset for record in tail.read_to_end(WAIT_S)] == offsets
     assert tail.read_to_end(WAIT_S) == []
     assert tail.position((topic, 0)) == log.end_offsets([(topic, 0)])[topic, 0]
-    tail.close()
 
 
 def test_exactly_the_offsets_asked_for_are_read_in_the_order_asked(log: Log, run_id: str) -> None:
@@ -131,8 +132,6 @@ def test_records_before_an_offset_are_deleted_for_good(log: Log, run_id: str) ->
     assert [record.value for record in kept.read_to_end(WAIT_S)] == [b"7", b"8", b"9"]
     with pytest.raises(LogError, match=f"{topic}/0: offset 6 is missing, it holds 7 to 9"):
         any(gone.poll(1.0) for _ in range(int(WAIT_S)))
-    kept.close()
-    gone.close()
     log.delete_records({})
 
 
@@ -169,7 +168,6 @@ def test_records_of_a_transaction_can_be_read_by_offset_as_soon_as_it_returned(l
     for number in range(5):
         first, second = writer.commit([outgoing(a, b"%d" % number), outgoing(b, b"%d" % number, partition=3)])
         assert [log.read(a, 0, [first])[0].value, log.read(b, 3, [second])[0].value] == [b"%d" % number] * 2
-    writer.close()
 
 
 @pytest.mark.parametrize("ending", ["commit", "abort"])
@@ -191,7 +189,6 @@ def test_an_open_transaction_holds_back_what_is_written_behind_it(log: Log, run_
     assert rest == ([b"inside", b"behind"] if ending == "commit" else [b"behind"])
     settle(log, topic)
     assert log.read(topic, 0, [behind])[0].value == b"behind"
-    committed.close()
 
 
 def test_a_tail_that_starts_behind_the_end_says_so(log: Log, run_id: str) -> None:
@@ -200,7 +197,6 @@ def test_a_tail_that_starts_behind_the_end_says_so(log: Log, run_id: str) -> Non
     tail = log.tail({(topic, 0): 7})
     with pytest.raises(LogError, match="offset 7 is missing, it holds 0 to 1"):
         any(tail.poll(1.0) for _ in range(int(WAIT_S)))
-    tail.close()
 
 
 def test_the_markers_of_a_transaction_may_come_late(run_id: str) -> None:
@@ -282,7 +278,6 @@ def test_a_topic_or_partition_that_does_not_exist_is_a_clear_error(log: Log, run
         log.end_offsets([(topic, 9)])
     with pytest.raises(LogError, match="no partition 9"):
         producer.send(outgoing(topic, b"x", partition=9))
-    producer.close()
 
 
 def test_a_transaction_is_written_whole_or_not_at_all(log: Log, run_id: str) -> None:
@@ -292,7 +287,6 @@ def test_a_transaction_is_written_whole_or_not_at_all(log: Log, run_id: str) -> 
     with pytest.raises(SendFailed, match="wrote nothing"):
         writer.commit([outgoing(a, b"lost"), outgoing(a, b"no such partition", partition=7)])
     writer.commit([outgoing(b, b"4")])
-    writer.close()
     assert (values_in(log, a), values_in(log, b)) == ([b"1", b"3"], [b"2", b"4"])
 
 
@@ -305,8 +299,6 @@ def test_the_newest_writer_of_a_transactional_id_fences_the_older_one_for_good(l
         with pytest.raises(Fenced, match=r"transactional id .*\.writer"):
             old.commit([outgoing(topic, b"zombie")])
     new.commit([outgoing(topic, b"2")])
-    old.close()
-    new.close()
     assert values_in(log, topic) == [b"1", b"2"]
 
 
@@ -319,7 +311,6 @@ def test_a_lone_member_owns_everything_and_starts_at_the_beginning(log: Log, run
     assert heard.owned == {(topic, number) for topic in (a, b) for number in range(4)}
     assert set(heard.assigned.partitions.values()) == {Committed(offset=None)}
     assert heard.member.membership() == heard.assigned.membership
-    heard.member.close()
 
 
 def test_a_new_member_starts_behind_what_was_committed_and_gets_its_metadata(log: Log, run_id: str) -> None:
@@ -334,7 +325,6 @@ def test_a_new_member_starts_behind_what_was_committed_and_gets_its_metadata(log
     listen(second, until=lambda: bool(second.records))
     assert second.assigned.partitions[topic, 0] == Committed(offset=2, metadata="half done: ü")
     assert [record.value for record in second.records] == [b"2"]
-    second.member.close()
 
 
 def test_two_members_share_equal_partitions_of_both_topics_and_one_inherits(log: Log, run_id: str) -> None:
@@ -349,7 +339,6 @@ def test_two_members_share_equal_partitions_of_both_topics_and_one_inherits(log:
     assert one.assigned.membership.generation == two.assigned.membership.generation
     one.member.close()
     listen(two, until=lambda: len(two.owned) == 8)
-    two.member.close()
 
 
 def test_a_revoked_partition_delivers_and_commits_nothing_more(log: Log, run_id: str) -> None:
@@ -366,8 +355,6 @@ def test_a_revoked_partition_delivers_and_commits_nothing_more(log: Log, run_id:
     revoked = next(index for index, event in enumerate(one.events) if isinstance(event, Revoked))
     kept = Heard(one.member, one.events[revoked:])
     assert {(record.topic, record.partition) for record in kept.records} <= one.owned
-    one.member.close()
-    two.member.close()
 
 
 def test_records_fetched_but_not_taken_before_a_rebalance_come_again_after_it(log: Log, run_id: str) -> None:
@@ -387,8 +374,6 @@ def test_records_fetched_but_not_taken_before_a_rebalance_come_again_after_it(lo
 
         listen(one, two, until=lambda since=since: len(since()) >= 50)  # type: ignore[misc]
         assert since() == list(range(50))
-    one.member.close()
-    two.member.close()
 
 
 def test_a_member_with_little_room_gets_everything_once_in_order(log: Log, run_id: str) -> None:
@@ -399,7 +384,6 @@ def test_a_member_with_little_room_gets_everything_once_in_order(log: Log, run_i
     listen(heard, until=lambda: len(heard.records) >= 600)
     for partition in (0, 1):
         assert [int(record.value) for record in heard.records if record.partition == partition] == list(range(300))
-    heard.member.close()
 
 
 def test_offsets_and_records_of_one_transaction_stand_together(log: Log, run_id: str) -> None:
@@ -418,8 +402,6 @@ def test_offsets_and_records_of_one_transaction_stand_together(log: Log, run_id:
     listen(again, until=lambda: bool(again.owned))
     assert again.assigned.partitions == {(a, 0): Committed(offset=1, metadata="note")}
     assert values_in(log, b) == [b"out"]
-    again.member.close()
-    writer.close()
 
 
 def test_a_transaction_for_an_assignment_that_is_over_is_refused(log: Log, run_id: str) -> None:
@@ -450,7 +432,6 @@ def test_a_tail_keeps_offsets_for_a_group_of_its_own(log: Log, run_id: str) -> N
     alone = log.tail({(topic, 0): "earliest"})
     with pytest.raises(LogError, match="without a consumer group"):
         alone.commit({(topic, 0): (1, "")})
-    alone.close()
 
 
 def test_metadata_that_no_broker_takes_is_refused_here(log: Log, run_id: str) -> None:
@@ -460,7 +441,6 @@ def test_metadata_that_no_broker_takes_is_refused_here(log: Log, run_id: str) ->
     with pytest.raises(ValueError, match="4097 bytes"):
         heard.member.commit({(topic, 0): (0, "x" * 4097)})
     assert heard.member.commit({(topic, 0): (0, "x" * 4096)})
-    heard.member.close()
 
 
 def test_costs_are_seconds_of_cpu_by_kind(log: Log, run_id: str) -> None:

@@ -2,9 +2,10 @@
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from confluent_kafka import Producer
 
@@ -17,6 +18,7 @@ from tests.support.bare_clients import c_client
 from tests.support.waiting import until
 
 WAIT_S = 100.0
+Opened = TypeVar("Opened", bound=Log)
 
 
 class EditedLog(MemoryLog):
@@ -26,6 +28,27 @@ class EditedLog(MemoryLog):
         with self._state.change:
             records = self._state.part((record.topic, record.partition)).records
             records[next(index for index, one in enumerate(records) if one.offset == record.offset)] = record
+
+
+@contextmanager
+def closed_at_end(log: Opened, *ends: Callable[[], object]) -> Iterator[Opened]:
+    """The log, of which every tail, member and writer is closed at the end, newest first; then come `ends`, and its own."""
+
+    def noted(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*given: Any, **named: Any) -> Any:
+            client = make(*given, **named)
+            stack.callback(client.close)
+            return client
+
+        return made
+
+    with ExitStack() as stack:
+        stack.callback(log.close)
+        for end in ends:
+            stack.callback(end)
+        for name in ("tail", "member", "transactions", "producer"):
+            setattr(log, name, noted(getattr(log, name)))
+        yield log
 
 
 def make_topics(log: Log, run: str, *names: str, partitions: int = 4) -> list[str]:

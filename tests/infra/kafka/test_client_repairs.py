@@ -184,7 +184,6 @@ def test_our_producer_goes_on_after_a_refused_record_and_the_flush_tells_of_it(l
     with pytest.raises(SendFailed):
         pending[1].offset(0.0)
     producer.flush(WAIT_S)
-    producer.close()
 
 
 @pytest.mark.slow
@@ -232,7 +231,6 @@ def test_a_lone_member_needs_one_join(log: KafkaLog, run_id: str) -> None:
     heard.events += heard.member.take(1.5)
     assert heard.assigned.membership.generation == 1
     assert len(heard.records) == 1
-    heard.member.close()
 
 
 def test_a_member_without_a_completed_join_is_made_anew_and_waits_longer_each_time(

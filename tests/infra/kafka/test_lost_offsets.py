@@ -70,8 +70,6 @@ def test_a_first_tail_and_a_first_member_begin_with_what_is_kept(broker: str, lo
     tail, heard = log.tail({(topic, 0): "earliest"}), Heard(log.member(f"{run_id}.group", [topic]))
     listen(heard, until=lambda: len(heard.records) == 2)
     assert [record.offset for record in tail.read_to_end()] == [record.offset for record in heard.records] == [4, 5]
-    tail.close()
-    heard.member.close()
 
 
 def committed(log: KafkaLog, group: str, topic: str, offset: int) -> None:
@@ -107,7 +105,6 @@ def test_a_member_behind_the_end_of_a_truncated_partition_stops_with_both_number
     member = log.member(f"{run_id}.group", [topic])
     with pytest.raises(LogError, match=rf"{topic}/0: offset 9 is missing, it holds 0 to 5"):
         taken(member)
-    member.close()
 
 
 GONE = r"topic {} was deleted, or this user has no more permission to see it: stop this process"
@@ -134,8 +131,6 @@ def test_readers_of_a_topic_that_somebody_deletes_say_so_also_when_it_is_made_ag
     if not again:
         with pytest.raises(LogError, match=rf"topic {topic} does not exist"):
             log.tail({(topic, 0): "earliest"})
-    tail.close()
-    heard.member.close()
 
 
 def test_a_consumer_makes_no_topic_by_asking_for_it(log: KafkaLog) -> None:

@@ -51,7 +51,6 @@ def test_a_commit_without_an_answer_is_looked_up_and_done_once(
     lose_one_answer(monkeypatch, after_commit=after_commit)
     offsets = writer.commit([outgoing(topic, b"1"), outgoing(topic, b"2")])
     writer.commit([outgoing(topic, b"3")])
-    writer.close()
     assert [record.value for record in log.read(topic, 0, offsets)] == [b"1", b"2"]
     assert values_in(log, topic) == [b"0", b"1", b"2", b"3"]
 
@@ -69,7 +68,6 @@ def test_a_commit_that_cannot_be_looked_up_is_unknown_and_the_writer_goes_on(
     with pytest.raises(OutcomeUnknown, match="it may or may not be written"):
         writer.commit([outgoing(topic, b"1")])
     writer.commit([outgoing(topic, b"2")])
-    writer.close()
     assert values_in(log, topic) == [b"1", b"2"]
 
 
@@ -88,7 +86,6 @@ def test_a_transaction_that_overstays_its_time_is_done_again_not_taken_for_a_for
 
     monkeypatch.setattr(private_api, "commit_transaction", slow_at_first)
     (offset,) = writer.commit([outgoing(topic, b"once")])
-    writer.close()
     assert len(attempts) == 2
     assert [record.offset for record in log.read(topic, 0, [offset])] == [offset]
     assert values_in(log, topic) == [b"once"]
@@ -117,7 +114,6 @@ def test_a_writer_whose_own_renewal_was_done_but_not_answered_is_not_taken_for_f
         identity = private_api.producer_identity(renewed)
         private_api.close_producer(renewed, 3.0)
     writer.commit([outgoing(claimed, b"2")])
-    writer.close()
     assert values_in(log, claimed) == [b"1", b"2"]
 
 
@@ -140,7 +136,6 @@ def test_a_writer_that_lost_an_answer_does_not_take_the_id_back_from_its_success
             old.commit([outgoing(claimed, b"zombie")])
     new[0].commit([outgoing(claimed, b"new")])
     assert values_in(log, claimed) == [b"old", b"new"]
-    old.close()
     new[0].close()
 
 
@@ -155,7 +150,6 @@ def test_of_a_writer_and_one_that_has_taken_the_id_but_not_claimed_it_exactly_on
         newcomer.send(claimed, b"late", partition=1, key=b"owner").get(WAIT_S)
     private_api.close_producer(newcomer, 0)
     writer.commit([outgoing(claimed, b"2")])
-    writer.close()
     assert values_in(log, claimed) == [b"1", b"2"]
 
 
@@ -222,7 +216,6 @@ def test_an_open_transaction_holds_readers_up_until_it_is_aborted(broker: str, l
     assert [record.value for record in tail.read_to_end(WAIT_S)] == [b"behind"]
     with pytest.raises(LogError, match="no committed record at offset 1"):
         log.read(topic, 0, [0, 1])
-    tail.close()
 
 
 def test_a_dead_writers_open_transaction_is_ended_by_the_next_one_at_once(broker: str, log: KafkaLog, topic: str, run_id: str) -> None:
@@ -235,7 +228,6 @@ def test_a_dead_writers_open_transaction_is_ended_by_the_next_one_at_once(broker
     writer.commit([outgoing(topic, b"whole")])
     assert values_in(log, topic) == [b"whole"]
     assert time.monotonic() - began < 40  # below the dead one's own time limit of a minute
-    writer.close()
     dead.close(0)
 
 
@@ -280,11 +272,10 @@ def test_a_killed_writer_holds_readers_up_for_15_s_at_most_and_not_at_all_once_i
     began = time.monotonic()
     killed_inside_its_transaction(broker, f"{run_id}.back", *back)
     returned = time.monotonic()
-    writer = log.transactions(f"{run_id}.back")
+    log.transactions(f"{run_id}.back")
     assert readable_after_s(log, back) < 2
     assert time.monotonic() - returned < 4  # a client is made meanwhile
     assert log.end_offsets([gone]) != log.end_offsets([gone], committed=False)
     readable_after_s(log, gone)
     assert time.monotonic() - began < 15
     assert values_in(log, topic) == []
-    writer.close()
