@@ -50,6 +50,13 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints")
 
 
+def filled(store: CheckpointStore, *steps: int) -> CheckpointStore:
+    """The store with checkpoints of these steps."""
+    for number in steps:
+        store.write(state_of(number), save=save, record=ignore)
+    return store
+
+
 def usable(store: CheckpointStore, recorded: Recorded) -> tuple[int | None, list[str]]:
     """The newest checkpoint that verification passes, and what it says of those before."""
     said = []
@@ -127,8 +134,7 @@ def test_what_is_not_to_be_kept_goes_only_after_a_newer_one_is_there(tmp_path: P
 
 
 def test_leftovers_of_a_death_are_cleared_away_and_other_files_are_not(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    store.write(state_of(10), save=save, record=ignore)
+    store = filled(CheckpointStore(tmp_path), 10)
     shutil.copytree(store.path(10), tmp_path / ".aside-20-123-abcd")
     (tmp_path / "notes.txt").write_text("mine")
     again = CheckpointStore(tmp_path)
@@ -195,17 +201,14 @@ def _manifest(directory: Path) -> object:
     (replace(recorded_for(10), digests={10: [state_of(10).digest], 20: ["f" * 64]}), "its weights digest is 0000000000000000…"),
 ])  # fmt: skip
 def test_what_does_not_belong_to_the_ledger_is_named(store: CheckpointStore, recorded: Recorded, said: str) -> None:
-    for steps in (10, 20):
-        store.write(state_of(steps), save=save, record=ignore)
+    filled(store, 10, 20)
     found, why = usable(store, recorded)
     assert why[0].startswith(said)
     assert found == (None if recorded.run != "r1" else 10)
 
 
 def test_one_that_was_refused_does_not_count_among_the_last_and_makes_room(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep_last=2)
-    for steps in (10, 20, 30):
-        store.write(state_of(steps), save=save, record=ignore)
+    store = filled(CheckpointStore(tmp_path, keep_last=2), 10, 20, 30)
     cut(store.path(30) / STATE, 5)
     assert usable(store, recorded_for(20, 30))[0] == 20
     store.write(state_of(25), save=save, record=ignore)

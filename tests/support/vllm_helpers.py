@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.infra.engines.base import Completion, EngineSettings, GroupRequest, Sampling
+from penstock.infra.engines.base import Completion, EngineSettings, GroupRequest, Sampling, Span
 from penstock.infra.tensors.stream import TensorBytes
 
 ROWS = 4
@@ -115,3 +115,15 @@ def draw_with_swaps(engine: Any, asked: list[GroupRequest], values: Any, *, ever
             engine.load_weights(engine.version + 1, tensors_of(values(engine.version + 1)))
             swaps += 1
     return found, swaps
+
+
+def completions(found: dict[str, Any]) -> list[Completion]:
+    """What vllm_owner.py wrote of what its engine drew."""
+    return [
+        Completion(
+            group=one["group"], sample=one["sample"], token_ids=np.array(one["ids"], dtype=np.int32),
+            logprobs=np.array(one["logprobs"], dtype=np.float32), finish="length",
+            spans=tuple(Span(*span) for span in one["spans"]), started_ns=0, ended_ns=0,
+        )
+        for one in found["drawn"]
+    ]  # fmt: skip

@@ -4,7 +4,6 @@ import hashlib
 import http.server
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -16,6 +15,7 @@ from penstock.infra.broker import access, embedded, process
 from penstock.infra.errors import BrokerError
 from penstock.infra.paths import state_directory
 from tests.support.refusals import one_line
+from tests.support.waiting import until
 
 _JARS = {"org/example/one/1.0/one-1.0.jar": b"first", "org/example/deep/two/2.0/two-2.0.jar": b"second"}
 
@@ -297,7 +297,4 @@ def test_the_broker_reads_paths_beyond_ascii_under_any_locale(
         monkeypatch.setenv(name, value)
     pid_file, output = tmp_path / "pid.json", tmp_path / "out"
     process.spawn(["sh", "-c", "echo $LC_ALL"], directory=tmp_path, output=output, pid_file=pid_file)
-    deadline = time.monotonic() + 60
-    while not output.read_text() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert output.read_text() == "C.UTF-8\n"
+    assert until(output.read_text) == "C.UTF-8\n"

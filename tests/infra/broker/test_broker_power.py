@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Committed, Pending
 from tests.support import power_loss
 from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, outgoing, values_in
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(power_loss.COMPILER is None, reason="needs a C compiler: a library in Java notes what was synced")
 
@@ -29,10 +29,7 @@ def write_until_the_power_fails(broker: power_loss.PowerBroker, log: KafkaLog, t
 
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
-    deadline = time.monotonic() + WAIT_S
-    while sum(pending.done() for _, pending in sent) < 100:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: sum(pending.done() for _, pending in sent) >= 100, limit_s=WAIT_S)
     acknowledged = [value for value, pending in sent if pending.done()]
     broker.kill()
     stop.set()

@@ -5,6 +5,7 @@ import os
 import random
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.infra.engines.base import Completion, GroupRequest
+from penstock.infra.engines.base import Completion
 from penstock.infra.engines.vllm.rows import logprobs_and_support, sample_seed
 from penstock.infra.errors import EngineError
 from tests.support.vllm_helpers import (
@@ -136,8 +137,8 @@ def test_an_aborted_group_gives_what_is_drawn_of_it_under_true_labels(engine: An
 def test_kept_keys_and_values_serve_the_samples_in_work_and_no_new_ones(engine: Any, tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_keep", True)
     values = version_values(tied)
-    old, new = request(20, prompt=70, tokens=40), request(21, prompt=70, tokens=10)
-    new = GroupRequest(**{name: getattr(new, name) for name in ("group", "samples", "rows", "seed", "sampling")}, prompt_ids=old.prompt_ids)
+    old = request(20, prompt=70, tokens=40)
+    new = replace(request(21, prompt=70, tokens=10), prompt_ids=old.prompt_ids)
     engine.submit(old)
     for _ in range(5):
         engine.step()
@@ -179,8 +180,7 @@ def test_a_request_that_cannot_fit_is_refused_with_the_key_to_change(engine: Any
     with pytest.raises(EngineError, match=r"group 50: 200 prompt tokens and 60 new ones exceed the 256 of rollout.vllm.max_model_len"):
         engine.submit(request(50, prompt=200))
     with pytest.raises(EngineError, match="outside the model's vocabulary of 90"):
-        engine.submit(GroupRequest(**{name: getattr(request(51), name) for name in ("group", "samples", "rows", "seed", "sampling")},
-                                   prompt_ids=np.array([90], dtype=np.int32)))  # fmt: skip
+        engine.submit(replace(request(51), prompt_ids=np.array([90], dtype=np.int32)))
     assert engine.idle
 
 

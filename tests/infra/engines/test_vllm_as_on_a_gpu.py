@@ -8,12 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from penstock.infra.engines.base import Completion, Span
+from penstock.infra.engines.base import Completion
 from tests.support.paths import ROOT, SUPPORT
-from tests.support.vllm_helpers import LIMIT, largest_error, request, save_model, version_values
+from tests.support.vllm_helpers import LIMIT, completions, largest_error, request, save_model, version_values
 
 pytestmark = [pytest.mark.costly, pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
 
@@ -30,15 +29,7 @@ def drawn(directory: Path, out: Path, settings: dict[str, Any]) -> tuple[list[Co
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(out.read_text(encoding="utf-8"))
-    completions = [
-        Completion(
-            group=one["group"], sample=one["sample"], token_ids=np.array(one["ids"], dtype=np.int32),
-            logprobs=np.array(one["logprobs"], dtype=np.float32), finish="length",
-            spans=tuple(Span(*span) for span in one["spans"]), started_ns=0, ended_ns=0,
-        )
-        for one in found["drawn"]
-    ]  # fmt: skip
-    return completions, found
+    return completions(found), found
 
 
 @pytest.mark.parametrize("kv_cache", ["recompute", "keep"])

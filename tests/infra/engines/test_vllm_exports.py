@@ -1,5 +1,6 @@
 """What a trainer exports is a model that vLLM draws from as transformers does: the trained one, and adapters merged or by themselves."""
 
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,5 @@ def test_an_export_gives_the_same_greedy_tokens_in_vllm_as_in_plain_transformers
     base, model = exported(tmp_path, lora_rank=lora_rank)
     expected = by_transformers(load_model(model))
     assert expected != by_transformers(load_model(base))
-    engine = open_engine(model)
-    try:
+    with closing(open_engine(model)) as engine:
         assert by_engine(engine) == expected
-    finally:
-        engine.close()

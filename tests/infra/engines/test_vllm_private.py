@@ -19,9 +19,8 @@ def test_all_missing_parts_are_named_with_the_installed_version(monkeypatch: pyt
     parts = ("json:loads", "json:JSONDecoder.decode", "json:JSONDecoder.no_method", "no_such_module:anything", "json:no_function")
     monkeypatch.setattr(private, "IN_MODULES", parts)
     monkeypatch.setattr(private, "_version", lambda: "9.9")
-    with pytest.raises(
-        EngineError, match=r"^vLLM 9\.9 lacks json:JSONDecoder\.no_method, no_such_module, json:no_function, which Penstock uses: "
-    ):
+    message = r"^vLLM 9\.9 lacks json:JSONDecoder\.no_method, no_such_module, json:no_function, which Penstock uses: "
+    with pytest.raises(EngineError, match=message):
         private.check_modules()
 
 

@@ -12,13 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
-from penstock.infra.engines.base import Completion, Span
 from tests.support.paths import ROOT, SUPPORT
-from tests.support.vllm_helpers import LIMIT, largest_error, request, save_model, version_values
+from tests.support.vllm_helpers import LIMIT, completions, largest_error, request, save_model, version_values
 
 pytestmark = [pytest.mark.costly, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
 
@@ -56,17 +54,6 @@ def temporary() -> Iterator[Path]:
     """A directory with a short path: sockets lie there."""
     with tempfile.TemporaryDirectory(prefix="pt-", dir="/tmp") as name:
         yield Path(name)
-
-
-def completions(found: dict[str, Any]) -> list[Completion]:
-    return [
-        Completion(
-            group=one["group"], sample=one["sample"], token_ids=np.array(one["ids"], dtype=np.int32),
-            logprobs=np.array(one["logprobs"], dtype=np.float32), finish="length",
-            spans=tuple(Span(*span) for span in one["spans"]), started_ns=0, ended_ns=0,
-        )
-        for one in found["drawn"]
-    ]  # fmt: skip
 
 
 @pytest.mark.slow

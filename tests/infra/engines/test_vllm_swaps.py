@@ -1,5 +1,6 @@
 """Engines on vLLM that a test makes for itself: untied models, long runs of swaps, and updates that fail halfway."""
 
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,10 @@ pytestmark = [pytest.mark.costly, pytest.mark.skipif(find_spec("vllm") is None, 
 @pytest.mark.slow
 def test_an_untied_output_layer_is_swapped_too(tmp_path: Path) -> None:
     directory = save_model(tmp_path / "model", tied=False)
-    values, engine = version_values(directory), open_engine(directory)
-    try:
+    values = version_values(directory)
+    with closing(open_engine(directory)) as engine:
         asked = [request(group, tokens=24) for group in range(3)]
         found, swaps = draw_with_swaps(engine, asked, values, every=8)
-    finally:
-        engine.close()
     assert swaps
     assert largest_error(directory, {one.group: one for one in asked}, found, values) < LIMIT
 
@@ -33,12 +32,10 @@ def test_an_untied_output_layer_is_swapped_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_ten_thousand_tokens_over_ten_swaps_have_true_labels(tmp_path: Path, is_tied: bool, temperature: float) -> None:
     directory = save_model(tmp_path / "model", tied=is_tied)
-    values, engine = version_values(directory), open_engine(directory)
-    try:
+    values = version_values(directory)
+    with closing(open_engine(directory)) as engine:
         asked = [request(group, temperature=temperature, tokens=160, prompt=5 + group % 60) for group in range(40)]
         found, swaps = draw_with_swaps(engine, asked, values, every=40)
-    finally:
-        engine.close()
     tokens = sum(len(one.token_ids) for one in found)
     worst = largest_error(directory, {one.group: one for one in asked}, found, values)
     print(f"{tokens} tokens, {swaps} swaps: largest difference {worst:.1e}")
@@ -81,8 +78,8 @@ def test_an_update_that_fails_halfway_ends_the_engine(tmp_path: Path, monkeypatc
     from penstock.infra.engines.vllm.transfer import Transfer
 
     directory = save_model(tmp_path / "model", tied=True)
-    engine, values = open_engine(directory), version_values(directory)
-    try:
+    values = version_values(directory)
+    with closing(open_engine(directory)) as engine:
         engine.submit(request(1))
         engine.step()
 
@@ -95,5 +92,3 @@ def test_an_update_that_fails_halfway_ends_the_engine(tmp_path: Path, monkeypatc
         for use in (engine.step, lambda: engine.load_weights(6, tensors_of(values(6))), lambda: engine.abort(1)):
             with pytest.raises(EngineError, match="version 5"):
                 use()
-    finally:
-        engine.close()

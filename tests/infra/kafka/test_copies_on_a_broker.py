@@ -1,6 +1,5 @@
 """Settings of a cluster that lose or refuse records are named; the cluster is one broker, for some tests counted several times."""
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from penstock.pipeline.launch import doctor
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from tests.support.bare_clients import python_client
 from tests.support.log_helpers import WAIT_S, Heard, listen
+from tests.support.waiting import until
 
 FACTOR = "transaction.state.log.replication.factor"
 TOPIC, BROKER = ConfigResourceType.TOPIC, ConfigResourceType.BROKER
@@ -33,11 +33,8 @@ def admin(broker: str) -> Iterator[KafkaAdminClient]:
 
 def set_unclean(admin: KafkaAdminClient, kind: ConfigResourceType, name: str, value: str) -> None:
     admin.alter_configs([ConfigResource(kind, name, {UNCLEAN: value})])
-    deadline = time.monotonic() + WAIT_S
     asked = [ConfigResource(kind, name, None)]
-    while admin.describe_configs(asked, config_filter="all")[kind.name.lower()][name][UNCLEAN]["value"] != value:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: admin.describe_configs(asked, config_filter="all")[kind.name.lower()][name][UNCLEAN]["value"] == value, limit_s=WAIT_S)
 
 
 def found_by_the_doctor(bootstrap: str) -> list[tuple[str, str]]:

@@ -3,22 +3,19 @@
 from typing import ClassVar
 
 import pytest
-from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition, errors
+from kafka import KafkaConsumer, TopicPartition, errors
 
 from penstock.infra.errors import LogError
 from penstock.infra.kafka import settings, tail
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Member, Records, Tail
-from tests.support.bare_clients import python_client
 from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, write
 
 
-def test_a_tail_behind_what_was_deleted_says_so_and_does_not_jump(broker: str, log: KafkaLog, run_id: str) -> None:
+def test_a_tail_behind_what_was_deleted_says_so_and_does_not_jump(log: KafkaLog, run_id: str) -> None:
     (topic,) = make_topics(log, run_id, "a", partitions=1)
     write(log, topic, [b"%d" % number for number in range(6)])
-    admin = KafkaAdminClient(**python_client(broker))
-    admin.delete_records({TopicPartition(topic, 0): 4})
-    admin.close()
+    log.delete_records({(topic, 0): 4})
     lost = rf"{topic}/0: offset 1 is missing, it holds 4 to 5: records were deleted"
     for start in (log.tail({(topic, 0): "latest"}), log.tail({(topic, 0): "earliest"})):
         start.seek((topic, 0), 1)
@@ -49,9 +46,8 @@ def test_a_reader_whose_next_record_is_gone_says_so_even_if_no_broker_says_in_ti
 
     monkeypatch.setattr(tail.private_api, "poll_once", out_of_range)
     monkeypatch.setattr(tail.private_api, "position", lambda *_: 7)
-    with pytest.raises(
-        LogError, match=r"missing, and the existing offsets cannot be read \(.*timed out.*\); position of this reader: t/3 at offset 7$"
-    ):
+    message = r"missing, and the existing offsets cannot be read \(.*timed out.*\); position of this reader: t/3 at offset 7$"
+    with pytest.raises(LogError, match=message):
         tail.poll(Lost(), 1.0, 10)
     assert Lost.limits_ms == [1000 * tail.OFFSETS_TIMEOUT_S]
 
@@ -61,12 +57,10 @@ def polled(tail: Tail) -> None:
         assert tail.poll(1.0) == []
 
 
-def test_a_first_tail_and_a_first_member_begin_with_what_is_kept(broker: str, log: KafkaLog, run_id: str) -> None:
+def test_a_first_tail_and_a_first_member_begin_with_what_is_kept(log: KafkaLog, run_id: str) -> None:
     (topic,) = make_topics(log, run_id, "a", partitions=1)
     write(log, topic, [b"%d" % number for number in range(6)])
-    admin = KafkaAdminClient(**python_client(broker))
-    admin.delete_records({TopicPartition(topic, 0): 4})
-    admin.close()
+    log.delete_records({(topic, 0): 4})
     tail, heard = log.tail({(topic, 0): "earliest"}), Heard(log.member(f"{run_id}.group", [topic]))
     listen(heard, until=lambda: len(heard.records) == 2)
     assert [record.offset for record in tail.read_to_end()] == [record.offset for record in heard.records] == [4, 5]

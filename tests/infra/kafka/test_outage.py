@@ -15,15 +15,15 @@ from penstock.infra.errors import LogError, LogUnreachable, OutcomeUnknown, Send
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.kafka.settings import Connection
 from penstock.infra.log import Committed
-from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, outgoing, values_in
+from tests.support.log_helpers import WAIT_S, Heard, closed_at_end, listen, make_topics, outgoing, values_in
 from tests.support.own_broker import OwnBroker
+from tests.support.waiting import until
 
 
 @pytest.fixture
 def log(own_broker: OwnBroker) -> Iterator[KafkaLog]:
-    opened = KafkaLog(own_broker.start(), unreachable_after_s=5)
-    yield opened
-    opened.close()
+    with closed_at_end(KafkaLog(own_broker.start(), unreachable_after_s=5)) as opened:
+        yield opened
 
 
 def in_background(work: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
@@ -134,16 +134,11 @@ def test_everybody_survives_a_broker_that_is_killed_and_comes_back(own_broker: O
     committing.join(WAIT_S)
     assert len(committed) == 1  # its offset tells nothing: an attempt that the broker's return cut short leaves a marker before it
     producer.send(outgoing(a, b"after")).offset(WAIT_S)
-    deadline = time.monotonic() + WAIT_S
-    while len(seen) < 3:
-        assert time.monotonic() < deadline
-        seen += tail.poll(0.5)
+    until(lambda: seen.extend(tail.poll(0.5)) or len(seen) >= 3, limit_s=WAIT_S)
     assert [record.value for record in seen] == [b"before", b"meanwhile", b"after"]
     assert values_in(log, b) == [b"before", b"meanwhile"]
     listen(heard, until=lambda: {record.offset for record in heard.records} == {0, 1, 2})
     assert (tail.outage_s, heard.member.outage_s) == (0.0, 0.0)
-    for client in (tail, producer, writer, heard.member):
-        client.close()
 
 
 @pytest.mark.slow
@@ -188,10 +183,7 @@ def test_all_clients_give_up_after_the_same_time_and_the_outage_is_said_once(own
         lost.offset(0.0)
     own_broker.start()
     log.end_offsets([(a, 0)])
-    deadline = time.monotonic() + WAIT_S
-    while len(said) < 2:
-        assert time.monotonic() < deadline, said
-        time.sleep(0.1)
+    until(lambda: len(said) >= 2, lambda: said, limit_s=WAIT_S)
     assert "has not responded for" in said[0]
     assert "8 s at most" in said[0]
     assert "responds again, after" in said[1]
@@ -210,18 +202,10 @@ def test_a_frozen_broker_is_an_outage_though_its_connections_stand(own_broker: O
         assert (tail.outage_s, heard.member.outage_s) == (0.0, 0.0)
     own_broker.freeze()
     try:
-        deadline = time.monotonic() + WAIT_S
-        while not (tail.outage_s and heard.member.outage_s):
-            assert time.monotonic() < deadline
-            tail.poll(0.5)
+        until(lambda: tail.poll(0.5) == [] and tail.outage_s and heard.member.outage_s, limit_s=WAIT_S)
     finally:
         own_broker.thaw()
-    deadline = time.monotonic() + WAIT_S
-    while tail.outage_s or heard.member.outage_s:
-        assert time.monotonic() < deadline
-        tail.poll(0.5)
-    tail.close()
-    heard.member.close()
+    until(lambda: tail.poll(0.5) == [] and not (tail.outage_s or heard.member.outage_s), limit_s=WAIT_S)
 
 
 @pytest.mark.slow
@@ -234,12 +218,7 @@ def test_a_commit_made_in_an_outage_is_noted_afterwards(own_broker: OwnBroker, l
     time.sleep(1.0)
     own_broker.thaw()
     tail = log.tail({(topic, 0): "earliest"}, group=f"{run_id}.group")
-    deadline = time.monotonic() + WAIT_S
-    while tail.committed()[topic, 0] != Committed(offset=7, metadata="late"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    tail.close()
-    heard.member.close()
+    until(lambda: tail.committed()[topic, 0] == Committed(offset=7, metadata="late"), limit_s=WAIT_S)
 
 
 @pytest.mark.slow
