@@ -188,6 +188,9 @@ def test_an_open_transaction_holds_back_what_is_written_behind_it(log: Log, run_
         rest += [record.value for record in committed.poll(WAIT_S)]
     assert rest == ([b"inside", b"behind"] if ending == "commit" else [b"behind"])
     settle(log, topic)
+    if ending == "abort":
+        with pytest.raises(LogError, match="no committed record at offset 1"):
+            log.read(topic, 0, [0, 1])
     assert log.read(topic, 0, [behind])[0].value == b"behind"
 
 

@@ -16,7 +16,7 @@ from penstock.infra.kafka.bulk import BulkReader
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.kafka.settings import Connection, Tokens, expires_s, librdkafka
 from penstock.pipeline.runtime.roles import AclRule
-from tests.support.log_helpers import make_topics, outgoing, values_in, write
+from tests.support.log_helpers import closed_at_end, make_topics, outgoing, values_in, write
 from tests.support.refusals import one_line
 from tests.support.secured_broker import REAUTH_MS, SecuredBroker, unsecured_token
 
@@ -28,22 +28,23 @@ def secured(new_home: Callable[[], Path]) -> Iterator[SecuredBroker]:
     broker.close()
 
 
+def made(broker: SecuredBroker, name: str) -> str:
+    """A topic that the broker's own user has made."""
+    with closed_at_end(KafkaLog(broker.plain)) as log:
+        return make_topics(log, name, "a", partitions=1)[0]
+
+
 def goes_both_ways(bootstrap: str, security: Mapping[str, Any], topic: str) -> bool:
     """Whether both clients pass: kafka-python writes and reads, librdkafka reads."""
-    log = KafkaLog(bootstrap, security=security)
-    try:
+    with closed_at_end(KafkaLog(bootstrap, security=security)) as log:
         before = len(values_in(log, topic))
         write(log, topic, [b"one"])
         (records,) = BulkReader(log.connection).read(topic, 0, first=before, end=before + 1)
         return values_in(log, topic)[before:] == [b"one"] == [record.value for record in records]
-    finally:
-        log.close()
 
 
 def test_who_has_a_password_or_a_token_is_let_in_by_both_clients_and_others_get_one_line(secured: SecuredBroker, tmp_path: Path) -> None:
-    plain = KafkaLog(secured.plain)
-    (topic,) = make_topics(plain, "r", "a", partitions=1)
-    plain.close()
+    topic = made(secured, "r")
     secured.add_user("ann", "right")
     for user in ("ann", "carl"):
         secured.allow(user, [AclRule("topic", "r.a", "literal", operation) for operation in ("READ", "WRITE")])
@@ -66,9 +67,7 @@ def test_who_has_a_password_or_a_token_is_let_in_by_both_clients_and_others_get_
 
 
 def test_a_worker_whose_token_expires_continues_with_a_new_one_on_every_client(secured: SecuredBroker, tmp_path: Path) -> None:
-    plain = KafkaLog(secured.plain)
-    (topic,) = make_topics(plain, "renewed", "a", partitions=1)
-    plain.close()
+    topic = made(secured, "renewed")
     rights = [("topic", topic, "READ"), ("topic", topic, "WRITE"), ("transactional-id", "renewed", "WRITE")]
     secured.allow("dora", [AclRule(resource, name, "literal", operation) for resource, name, operation in rights])
     issued, program = tmp_path / "issued", tmp_path / "token.py"
@@ -92,9 +91,7 @@ def test_a_worker_whose_token_expires_continues_with_a_new_one_on_every_client(s
 
 
 def test_a_certificate_lets_in_both_clients_and_a_new_one_is_read_by_the_next_connection(secured: SecuredBroker) -> None:
-    plain = KafkaLog(secured.plain)
-    (topic,) = make_topics(plain, "mutual", "a", partitions=1)
-    plain.close()
+    topic = made(secured, "mutual")
     secured.allow("CN=eve", [AclRule("topic", topic, "literal", operation) for operation in ("READ", "WRITE")])
     secured.allow("CN=eve", [AclRule("group", "penstock-bulk", "literal", "DESCRIBE")])
     with pytest.raises(LogUnreachable, match=f"TLS handshake with the broker at {secured.mutual} failed"):

@@ -11,8 +11,7 @@ from penstock.infra.kafka.log import KafkaLog
 from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, outgoing
 
 
-def test_a_session_that_the_broker_does_not_allow_ends_its_member_with_a_line(broker: str, run_id: str) -> None:
-    log = KafkaLog(broker)
+def test_a_session_that_the_broker_does_not_allow_ends_its_member_with_a_line(log: KafkaLog, run_id: str) -> None:
     (topic,) = make_topics(log, run_id, "a")
     heard = Heard(log.member(f"{run_id}.group", [topic], session_s=8.0))
     listen(heard, until=lambda: len(heard.owned) == 4)
@@ -20,14 +19,11 @@ def test_a_session_that_the_broker_does_not_allow_ends_its_member_with_a_line(br
     refused = log.member(f"{run_id}.group", [topic], session_s=7200.0)
     with pytest.raises(LogError, match=r"kafka\.session_s"):
         refused.take(WAIT_S)
-    refused.close()
-    log.close()
 
 
 def test_a_member_whose_partition_has_another_leader_requests_metadata_and_reads_on(
-    broker: str, run_id: str, monkeypatch: pytest.MonkeyPatch
+    log: KafkaLog, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = KafkaLog(broker)
     (topic,) = make_topics(log, run_id, "a", partitions=1)
     writer = log.producer()
     writer.send(outgoing(topic, b"first")).offset(WAIT_S)
@@ -48,6 +44,4 @@ def test_a_member_whose_partition_has_another_leader_requests_metadata_and_reads
     monkeypatch.setattr(private_api, "request_metadata", note)
     heard = Heard(log.member(f"{run_id}.group", [topic]))
     listen(heard, until=lambda: [record.value for record in heard.records] == [b"first"])
-    heard.member.close()
-    log.close()
     assert calls[:3] == ["fetch", "metadata", "fetch"]

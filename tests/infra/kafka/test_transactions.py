@@ -16,7 +16,7 @@ from penstock.topics.wire.record import Outgoing
 from tests.support.bare_clients import python_client
 from tests.support.children import child
 from tests.support.containers import contained, containers_work
-from tests.support.log_helpers import WAIT_S, make_topics, outgoing, settle, values_in, write
+from tests.support.log_helpers import WAIT_S, make_topics, outgoing, values_in
 from tests.support.paths import ROOT
 
 
@@ -197,25 +197,6 @@ def test_two_processes_with_the_same_pid_do_not_take_each_other_for_themselves(
         old.kill()
     assert said == [("written", "fenced")] * 3
     assert values_in(log, claimed) == [b"old", b"new", b"new", b"new"]
-
-
-def test_an_open_transaction_holds_readers_up_until_it_is_aborted(broker: str, log: KafkaLog, topic: str, run_id: str) -> None:
-    write(log, topic, [b"before"])
-    foreign = KafkaProducer(**python_client(broker), transactional_id=f"{run_id}.foreign", retry_backoff_ms=2)
-    foreign.init_transactions()
-    foreign.begin_transaction()
-    foreign.send(topic, b"aborted", partition=0).get(WAIT_S)
-    write(log, topic, [b"behind"])
-    place = (topic, 0)
-    assert (log.end_offsets([place])[place], log.end_offsets([place], committed=False)[place]) == (1, 3)
-    tail = log.tail({place: "earliest"})
-    assert [record.value for record in tail.read_to_end(WAIT_S)] == [b"before"]
-    foreign.abort_transaction()
-    foreign.close(5)
-    settle(log, topic)
-    assert [record.value for record in tail.read_to_end(WAIT_S)] == [b"behind"]
-    with pytest.raises(LogError, match="no committed record at offset 1"):
-        log.read(topic, 0, [0, 1])
 
 
 def test_a_dead_writers_open_transaction_is_ended_by_the_next_one_at_once(broker: str, log: KafkaLog, topic: str, run_id: str) -> None:

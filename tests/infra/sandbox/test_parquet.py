@@ -34,15 +34,26 @@ def written(table: pa.Table, **options: Any) -> bytes:
 
 
 @pytest.fixture
-def small_limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that may use 64 MiB and write 1 MiB."""
-    decoder = parquet._Decoder()
-    monkeypatch.setattr(parquet, "_decoder", decoder)
     monkeypatch.setattr(parquet, "MEMORY_BYTES", 64 << 20)
     monkeypatch.setattr(parquet, "LEAST_BYTES", 1 << 20)
     monkeypatch.setattr(parquet, "RATIO", 1)
+
+
+@pytest.fixture
+def decoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A child of this test alone, which is started at the first request."""
+    monkeypatch.setattr(parquet, "_decoder", made := parquet._Decoder())
     yield
-    decoder.end()
+    made.end()
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    path = tmp_path / "good.parquet"
+    path.write_bytes(GOOD)
+    return path
 
 
 def refusal(path: Path, read: Callable[[Path], Any] = parquet.rows) -> str:
@@ -80,9 +91,8 @@ HOSTILE: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_file_is_refused_in_one_line_and_the_next_file_is_read(tmp_path: Path, kind: str) -> None:
-    hostile, good = tmp_path / "hostile.parquet", tmp_path / "good.parquet"
-    good.write_bytes(GOOD)
+def test_a_hostile_file_is_refused_in_one_line_and_the_next_file_is_read(tmp_path: Path, good: Path, kind: str) -> None:
+    hostile = tmp_path / "hostile.parquet"
     line = outcome(hostile, HOSTILE[kind])
     assert line.startswith(f"{hostile}: not a readable Parquet file: ")
     assert "\n" not in line
@@ -103,7 +113,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("kind", BOMBS)
-@pytest.mark.usefixtures("small_limits")
+@pytest.mark.usefixtures("decoder", "small_limits")
 def test_a_small_file_that_becomes_a_large_table_is_refused_at_a_limit(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "bomb.parquet"
     path.write_bytes(BOMBS[kind]())
@@ -152,29 +162,24 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path, kind: str) -
             read(path)
 
 
-def test_a_file_that_takes_longer_than_its_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.parquet"
-    path.write_bytes(GOOD)
+@pytest.mark.usefixtures("decoder")
+def test_a_file_that_takes_longer_than_its_limit_is_refused(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet, "LEAST_S", 1e-6)
-    monkeypatch.setattr(parquet, "_decoder", decoder := parquet._Decoder())
-    assert "decoding took longer than" in refusal(path)
+    assert "decoding took longer than" in refusal(good)
     monkeypatch.setattr(parquet, "LEAST_S", 120.0)
-    assert parquet.rows(path).equals(TABLE)
-    decoder.end()
+    assert parquet.rows(good).equals(TABLE)
 
 
-def test_a_child_that_gets_no_request_is_ended_and_the_next_request_gets_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, started = tmp_path / "a.parquet", list[Any]()
-    path.write_bytes(GOOD)
-    monkeypatch.setattr(parquet, "_decoder", decoder := parquet._Decoder())
+@pytest.mark.usefixtures("decoder")
+def test_a_child_that_gets_no_request_is_ended_and_the_next_request_gets_a_new_one(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = list[Any]()
     monkeypatch.setattr(parquet, "IDLE_S", 0.01)
     start = parquet.subprocess.Popen
     monkeypatch.setattr(parquet.subprocess, "Popen", lambda *command, **options: started.append(start(*command, **options)) or started[-1])
     for count in (1, 2):
-        assert parquet.rows(path).equals(TABLE)
+        assert parquet.rows(good).equals(TABLE)
         assert end_in_time(started[-1].pid)
         assert len(started) == count
-    decoder.end()
 
 
 def test_a_child_ends_with_the_process_that_asks_though_it_decodes_without_end() -> None:
@@ -202,14 +207,12 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
-def test_files_are_read_under_low_limits_that_this_user_cannot_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, start = tmp_path / "a.parquet", parquet.subprocess.Popen
-    path.write_bytes(GOOD)
-    monkeypatch.setattr(parquet, "_decoder", decoder := parquet._Decoder())
+@pytest.mark.usefixtures("decoder")
+def test_files_are_read_under_low_limits_that_this_user_cannot_raise(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = parquet.subprocess.Popen
     low = [sys.executable, "-I", "-S", "-c", LOW_LIMITS]
     monkeypatch.setattr(parquet.subprocess, "Popen", lambda command, **options: start([*low, *command], **options))
-    assert parquet.rows(path).equals(TABLE)
-    decoder.end()
+    assert parquet.rows(good).equals(TABLE)
 
 
 WITHOUT_PROC = """
@@ -224,22 +227,19 @@ builtins.open, pyarrow.OSFile = opened, None
 
 
 @pytest.mark.parametrize("lacking", [("proc",), ("temporary directory",), ("proc", "temporary directory")])
+@pytest.mark.usefixtures("decoder")
 def test_files_are_read_without_proc_and_without_a_temporary_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: tuple[str, ...]
+    good: Path, monkeypatch: pytest.MonkeyPatch, lacking: tuple[str, ...]
 ) -> None:
     def missing(*_: Any, **__: Any) -> Any:
         raise FileNotFoundError(2, "No such file or directory")
 
-    path = tmp_path / "a.parquet"
-    path.write_bytes(GOOD)
-    monkeypatch.setattr(parquet, "_decoder", decoder := parquet._Decoder())
     if "proc" in lacking:
         monkeypatch.setattr(pa, "memory_map", missing)
         monkeypatch.setattr(parquet, "_MAIN", f"exec({WITHOUT_PROC!r}); {parquet._MAIN}")
     if "temporary directory" in lacking:
         monkeypatch.setattr(tempfile, "TemporaryFile", missing)
-    assert parquet.rows(path).equals(TABLE)
-    decoder.end()
+    assert parquet.rows(good).equals(TABLE)
 
 
 def test_damaged_files_are_read_or_refused_in_one_line(tmp_path: Path) -> None:
