@@ -17,7 +17,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.agents.environments import sources as environments
 from penstock.pipeline.algorithms import registry as algorithms
 from penstock.pipeline.cli import app as cli
-from penstock.pipeline.config.load import Config, ConfigError, from_table
+from penstock.pipeline.config.load import Config, ConfigError
 from penstock.pipeline.config.schema import RunSection
 from penstock.pipeline.data import open as sources
 from penstock.pipeline.data.open import open_dataset, open_tiny
@@ -31,6 +31,7 @@ from penstock.pipeline.runtime import roles
 from penstock.pipeline.runtime.factories import make_backend, make_engine
 from penstock.pipeline.scheduling import rules
 from penstock.topics import catalogue, metrics
+from tests.support.least_config import least_config
 from tests.support.paths import ROOT
 
 ROW = re.compile(r"^\| ([a-z ]+) \| (.+) \| (.+) \|$", re.MULTILINE)
@@ -40,11 +41,6 @@ def rows(heading: str) -> dict[str, tuple[str, str]]:
     """Task -> (files, test), as the table under a heading of CONTRIBUTING has them."""
     section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition(f"## {heading}")[2].partition("\n## ")[0]
     return {task: (files, test) for task, files, test in ROW.findall(section) if task != "task"}
-
-
-def config(**sections: dict[str, Any]) -> Config:
-    plain: dict[str, dict[str, Any]] = {"run": {"steps": 1}, "model": {"path": "/model"}, "data": {"source": "tiny:successor"}}
-    return from_table({name: {**plain.get(name, {}), **sections.get(name, {})} for name in plain | sections})
 
 
 def test_every_row_has_a_toy_here_and_names_files_that_exist() -> None:
@@ -66,7 +62,7 @@ def test_every_answer_to_where_is_names_a_file_that_exists() -> None:
 def test_a_new_role(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     toy = replace(roles.ROLES["tracker"], name="toy", single=False, workers=lambda _: 2)
     monkeypatch.setitem(roles.ROLES, "toy", toy)
-    supervisor = Supervisor("r", Connection(bootstrap="127.0.0.1:1", client_id="tests"), config(), tmp_path, print)
+    supervisor = Supervisor("r", Connection(bootstrap="127.0.0.1:1", client_id="tests"), least_config(), tmp_path, print)
     monkeypatch.setattr(Supervisor, "_start", lambda *_, **__: None)
     supervisor.start()
     assert [worker.name for worker in supervisor.workers if worker.role == "toy"] == ["toy-0", "toy-1"]
@@ -84,7 +80,7 @@ def test_a_new_topic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_new_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rules.MODES, "toy", rules.Schedule(mode="toy", starts_on="groups", loads_at="group", max_lag=3))
-    assert config(schedule={"mode": "toy"}).rules.max_lag == 3
+    assert least_config(schedule={"mode": "toy"}).rules.max_lag == 3
 
 
 def test_a_new_loss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +90,7 @@ def test_a_new_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(losses.SURROGATES, "toy", losses.policy_loss)
     monkeypatch.setitem(algorithms.LOSSES, "toy", algorithms.Loss(surrogate="toy", advantage="rloo", clip_high=0.5))
-    chosen = config(algorithm={"loss": "toy"})
+    chosen = least_config(algorithm={"loss": "toy"})
     assert (chosen.advantage, chosen.clip_high) == ("rloo", 0.5)
     assert Objective.of(chosen).aggregate == "sequence_mean"
 
@@ -103,7 +99,7 @@ def test_a_new_advantage(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.pipeline.learner.micro_batches import advantage_function
 
     monkeypatch.setitem(algorithms.ADVANTAGES, "toy", lambda rewards: np.asarray(rewards, np.float32) * 2)
-    assert advantage_function(config(algorithm={"advantage": "toy"}).advantage, trust_code=False)([1.0, 3.0]).tolist() == [2.0, 6.0]
+    assert advantage_function(least_config(algorithm={"advantage": "toy"}).advantage, trust_code=False)([1.0, 3.0]).tolist() == [2.0, 6.0]
 
 
 def test_a_new_correction(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +107,7 @@ def test_a_new_correction(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.pipeline.algorithms.losses import correction_weights
 
     monkeypatch.setitem(algorithms.CORRECTIONS, "toy", algorithms.Correction(unit="token", masks=True, low=0.9, high=1.1))
-    assert config(algorithm={"correction": "toy", "proximal": "current"}).correction == "toy"
+    assert least_config(algorithm={"correction": "toy", "proximal": "current"}).correction == "toy"
     weights, _ = correction_weights(torch.zeros(1, 2), torch.tensor([[0.0, 1.0]]), torch.ones(1, 2, dtype=torch.bool), correction="toy")
     assert weights.tolist() == [[1.0, 0.0]]
 
@@ -119,23 +115,23 @@ def test_a_new_correction(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_new_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = replace(engines.ENGINES["toy"], open=lambda settings: ToyEngine(capacity=settings.concurrency), swaps_in_flight=False)
     monkeypatch.setitem(engines.ENGINES, "own", replace(kind, min_temperature=0.5, continuous_batching=True))
-    engine = make_engine(config(rollout={"engine": "own"}))
+    engine = make_engine(least_config(rollout={"engine": "own"}))
     assert isinstance(engine, ToyEngine)
-    assert config(rollout={"engine": "own", "concurrency": 16}, schedule={"samples_per_prompt": 8}).slots == 6
+    assert least_config(rollout={"engine": "own", "concurrency": 16}, schedule={"samples_per_prompt": 8}).slots == 6
     with pytest.raises(ConfigError, match="changes weights between decode steps"):
-        config(rollout={"engine": "own"}, schedule={"mode": "in_flight"})
+        least_config(rollout={"engine": "own"}, schedule={"mode": "in_flight"})
     with pytest.raises(ConfigError, match=r"sampling.temperature: own would raise 0.4 to 0.5"):
-        config(rollout={"engine": "own"}, sampling={"temperature": 0.4})
+        least_config(rollout={"engine": "own"}, sampling={"temperature": 0.4})
 
 
 def test_a_new_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: dict[str, Any] = {}
     kind = replace(backends.BACKENDS["deepspeed"], open=opened.update, check=lambda trainer: "toy: no" if trainer["lr"] > 1 else None)
     monkeypatch.setitem(backends.BACKENDS, "toy", kind)
-    make_backend(config(trainer={"backend": "toy", "zero_stage": 3}), steps=1)
+    make_backend(least_config(trainer={"backend": "toy", "zero_stage": 3}), steps=1)
     assert opened["zero_stage"] == 3
     with pytest.raises(ConfigError, match="toy: no"):
-        config(trainer={"backend": "toy", "lr": 2.0})
+        least_config(trainer={"backend": "toy", "lr": 2.0})
 
 
 def test_a_new_reward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,10 +175,10 @@ def test_a_new_configuration_key() -> None:
     class WithToys(Config):
         run: Run = Run()
 
-    text = config().model_dump_json().replace('"run":{', '"run":{"toys":3,')
+    text = least_config().model_dump_json().replace('"run":{', '"run":{"toys":3,')
     assert WithToys.model_validate_json(text).run.toys == 3
     with pytest.raises(ConfigError, match=r"run.toys = 3: unknown key"):
-        config(run={"toys": 3})
+        least_config(run={"toys": 3})
 
 
 def test_a_new_audit_check(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Which prompts a whole run asks: all of its epochs and no more, mixed sources with their own rewards and sampling, no solved row twice."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,12 @@ from typing import Any
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.config.load import ConfigError, from_table
+from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.topics import groups, prompts
 from penstock.topics.groups import Group
+from tests.support.least_config import least_config
+from tests.support.refusals import one_line
 from tests.support.worker_set import clean, complete, config_of, records_of
 
 JUDGES = """def even(prompts, completions, **columns):
@@ -102,7 +105,5 @@ def test_rows_that_were_solved_are_left_out_of_the_next_epoch(run_id: str, tiny_
     ],
 )
 def test_a_mixture_that_does_not_fit_is_refused_in_one_line(data: dict[str, Any], mistake: str) -> None:
-    table = {"run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": ["a.jsonl", "b.jsonl"], **data}}
-    with pytest.raises(ConfigError) as refused:
-        from_table(table)
-    assert str(refused.value).startswith(mistake) and "\n" not in str(refused.value)
+    with one_line(ConfigError, match=f"^{re.escape(mistake)}"):
+        least_config(data={"source": ["a.jsonl", "b.jsonl"], **data})

@@ -18,8 +18,8 @@ from penstock.infra.sandbox import timed_pool as pooled
 from penstock.infra.sandbox.keeper import limit, scope_signals
 from penstock.infra.sandbox.spawn import ChildRules, Isolation
 from penstock.infra.sandbox.timed_pool import ChildPool, Done
-from penstock.pipeline.config.load import from_table
 from tests.support.children import child, end_in_time, runs, time_that_passes_after
+from tests.support.least_config import least_config
 from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.costly, pytest.mark.skipif(sys.platform != "linux", reason="/proc and prctl are Linux's")]
@@ -309,15 +309,13 @@ def test_bwrap_where_it_does_not_work_is_a_line_and_auto_does_without(
     ],
 )
 def test_an_isolated_network_needs_bwrap_and_code_that_does_without(section: str, keys: dict[str, Any], words: str) -> None:
-    base = {"run": {"steps": 1}, "model": {"path": "/m"}, "data": {"source": "tiny:successor"}}
     with pytest.raises(ConfigError, match=rf"{section}\.isolate_network: {re.escape(words)}"):
-        from_table({**base, section: {**keys, "isolate_network": True}})
+        least_config(**{section: {**keys, "isolate_network": True}})
 
 
 def test_the_limits_are_keys_of_both_sections() -> None:
     keys = {"memory_gb": 2.0, "max_processes": 7, "file_gb": 1.5, "isolate": "auto", "isolate_network": True}
-    base = {"run": {"steps": 1}, "model": {"path": "/m"}, "data": {"source": "tiny:successor"}}
-    config = from_table({**base, "reward": keys, "environment": {**keys, "max_processes": 9}})
+    config = least_config(reward=keys, environment={**keys, "max_processes": 9})
     assert config.reward.rules() == ChildRules(section="reward", **keys)  # type: ignore[arg-type]
     assert config.environment.rules().max_processes == 9
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.sandbox.spawn import child_environment
-from penstock.pipeline.config.load import ConfigError, from_table
+from penstock.pipeline.config.load import ConfigError
 from tests.support.children import child
+from tests.support.least_config import least_config
 
 SECRETS = {
     "HF_TOKEN": "x",
@@ -67,19 +68,15 @@ def test_what_programs_need_and_paths_pass(name: str):
 
 @pytest.mark.parametrize("section", ["reward", "environment"])
 def test_the_names_to_pass_are_keys_of_the_section(section: str):
-    config = from_table(
-        {"run": {"steps": 1}, "model": {"path": "/m"}, "data": {"source": "tiny:successor"}, section: {"pass_env": ["MY_KEY"]}}
-    )
+    config = least_config(**{section: {"pass_env": ["MY_KEY"]}})
     assert getattr(config, section).rules().pass_env == ("MY_KEY",)
     with pytest.raises(ConfigError, match=rf"{section}\.pass_env"):
-        from_table({"run": {"steps": 1}, "model": {"path": "/m"}, "data": {"source": "tiny:successor"}, section: {"pass_env": ["MY KEY"]}})
+        least_config(**{section: {"pass_env": ["MY KEY"]}})
 
 
 @pytest.mark.parametrize(("function", "passed"), [("http://judge/helpful", ("PENSTOCK_REWARD_TOKEN",)), ("exact_match", ())])
 def test_the_token_of_reward_services_is_for_services(function: str, passed: tuple[str, ...]):
-    config = from_table(
-        {"run": {"steps": 1}, "model": {"path": "/m"}, "data": {"source": "tiny:successor"}, "reward": {"functions": [function]}}
-    )
+    config = least_config(reward={"functions": [function]})
     assert config.reward.rules().pass_env == passed
 
 

@@ -95,6 +95,14 @@ def collect(pool: ChildPool[Any], within_s: float = 120.0) -> dict[Any, Done[Any
     return ended
 
 
+def called(pool: ChildPool[Any], **payload: Any) -> Any:
+    """The result of one call."""
+    pool.submit("call", payload)
+    ended = collect(pool)["call"]
+    assert isinstance(ended, Done), ended
+    return ended.result
+
+
 def reason(ended: Done[Any] | Failed[Any]) -> str:
     assert isinstance(ended, Failed), ended
     assert "\n" not in ended.reason
@@ -113,16 +121,13 @@ def test_calls_are_answered_and_children_live_on(pool: Pool) -> None:
 
 
 def test_a_payload_larger_than_the_pipe_goes_through(pool: Pool) -> None:
-    ours = pool()
-    ours.submit("big", {"text": "x" * 3_000_000})
-    assert len(collect(ours)["big"].result["echo"]["text"]) == 3_000_000  # type: ignore[union-attr]
+    assert len(called(pool(), text="x" * 3_000_000)["echo"]["text"]) == 3_000_000
 
 
 @pytest.mark.parametrize("what", ["hang", "regex"])
 def test_a_hung_call_is_killed_and_fails_after_one_retry_in_bounded_time(pool: Pool, what: str) -> None:
     ours = pool(timeout_s=1.0)
-    ours.submit("warm", {})
-    collect(ours)
+    called(ours)
     started = time.monotonic()
     ours.submit("hung", {"do": what})
     ours.submit("after", {})
@@ -154,8 +159,7 @@ def test_a_crash_fails_its_own_call_only(pool: Pool, what: str, words: str) -> N
 )
 def test_an_exception_is_a_failure_with_its_reason_and_the_child_lives_on(pool: Pool, what: str, words: str) -> None:
     ours = pool()
-    ours.submit("warm", {})
-    before = collect(ours)["warm"].result["pid"]  # type: ignore[union-attr]
+    before = called(ours)["pid"]
     ours.submit("broken", {"do": what})
     ours.submit("after", {})
     ended = collect(ours)
@@ -182,8 +186,7 @@ def test_prints_and_reads_of_the_code_do_not_touch_the_pipes(pool: Pool) -> None
 
 def test_an_answer_that_waits_while_the_caller_is_busy_is_not_late(pool: Pool) -> None:
     ours = pool(timeout_s=1.0)
-    ours.submit("warm", {})
-    collect(ours)
+    called(ours)
     ours.submit("call", {})
     time.sleep(1.5)
     assert isinstance(collect(ours)["call"], Done)
@@ -208,8 +211,7 @@ def test_a_start_that_hangs_is_not_waited_for_for_ever(pool: Pool, tmp_path: Pat
 
 def test_a_killed_call_takes_what_it_started_with_it(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, note = pool(timeout_s=600.0, retries=0), tmp_path / "note"
-    ours.submit("warm", {})
-    collect(ours)
+    called(ours)
     monkeypatch.setattr(pooled, "time", time_that_passes_after(lambda: note.exists() and " " in note.read_text()))
     ours.submit("call", {"do": "grandchild", "note": str(note)})
     reason(collect(ours)["call"])
@@ -242,8 +244,7 @@ def test_children_end_with_a_parent_that_is_killed_even_in_a_hung_regular_expres
 
 def test_ctrl_c_at_the_terminal_does_not_reach_the_children(pool: Pool) -> None:
     ours = pool()
-    ours.submit("warm", {})
-    pid = collect(ours)["warm"].result["pid"]  # type: ignore[union-attr]
+    pid = called(ours)["pid"]
     assert os.getpgid(pid) == os.getsid(pid) == pid != os.getpgid(0)
 
 
@@ -269,8 +270,7 @@ def test_closing_leaves_no_child(pool: Pool) -> None:
 
 def test_a_call_costs_milliseconds_at_most_and_a_child_imports_nothing_heavy(pool: Pool) -> None:
     ours = pool()
-    ours.submit("warm", {})
-    assert collect(ours)["warm"].result["heavy"] == []  # type: ignore[union-attr]
+    assert called(ours)["heavy"] == []
     calls, started = 50, time.thread_time()
     for number in range(calls):
         ours.submit(number, {"completions": ["some text"] * 16})
@@ -340,8 +340,7 @@ def test_a_coroutine_works_on_many_calls_side_by_side_and_on_no_more_than_it_say
 
 def test_a_call_that_overruns_is_given_up_and_its_neighbours_go_on(side_by_side: Pool, tmp_path: Path) -> None:
     ours, note = side_by_side(init=8, timeout_s=1.5), tmp_path / "note"
-    ours.submit("warm", {})
-    before = collect(ours)["warm"].result  # type: ignore[union-attr]
+    before = called(ours)
     ours.submit("long", {"do": "wait", "note": str(note)})
     ours.submit("late", {"do": "late"})
     ours.submit("leaves", {"do": "leave"})
@@ -366,8 +365,7 @@ def test_a_call_that_takes_its_child_along_fails_alone(side_by_side: Pool, what:
 
 def test_a_cancelled_call_is_given_up_while_its_neighbours_go_on(side_by_side: Pool, tmp_path: Path) -> None:
     ours, note = side_by_side(init=8), tmp_path / "note"
-    ours.submit("warm", {})
-    before = collect(ours)["warm"].result  # type: ignore[union-attr]
+    before = called(ours)
     ours.submit("void", {"do": "wait", "note": str(note)})
     ours.submit("late", {"do": "late"})
     ours.poll(0.05)
@@ -381,8 +379,7 @@ def test_a_cancelled_call_is_given_up_while_its_neighbours_go_on(side_by_side: P
 
 def test_half_of_the_places_taken_counts_as_half_of_the_time(side_by_side: Pool) -> None:
     ours = side_by_side(init=4)
-    ours.submit("warm", {})
-    collect(ours)
+    called(ours)
     before, started = ours.busy_s, time.monotonic()
     ours.submit("one", {"do": "late"})
     ours.submit("two", {"do": "late"})

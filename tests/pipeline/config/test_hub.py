@@ -6,7 +6,7 @@ import pytest
 
 from penstock.infra.errors import BackendError
 from penstock.pipeline.config import fields
-from penstock.pipeline.config.load import from_table
+from tests.support.least_config import least_config
 
 COMMIT = "9c1f0a7d2b3e4f5a6b7c8d9e0f1a2b3c4d5e6f70"
 
@@ -45,5 +45,5 @@ def test_a_model_that_is_neither_in_the_cache_nor_to_be_had_is_one_line() -> Non
 def test_a_path_stays_a_path_and_a_name_is_no_path(tmp_path: Path) -> None:
     assert fields.pinned(str(tmp_path)) == str(tmp_path)
     assert fields.local_model(str(tmp_path)) == tmp_path
-    config = from_table({"run": {"steps": 1}, "model": {"path": "hf:org/small@main"}, "data": {"source": "tiny:successor"}})
+    config = least_config(model={"path": "hf:org/small@main"})
     assert config.model.path == "hf:org/small@main"

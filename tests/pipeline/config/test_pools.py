@@ -4,20 +4,20 @@ from typing import Any
 
 import pytest
 
-from penstock.pipeline.config.load import ConfigError, from_table
+from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.data.read_files import DataError, Fields, make_row
 from penstock.pipeline.data.run_data import pool_of
 from penstock.pipeline.runtime.session import pool_of_worker
+from tests.support.least_config import least_config
 
 POOLS: dict[str, Any] = {"big": {"workers": 2, "tags": ["long", 'x"y'], "fallback": ["small"]}, "small": {}}
 
 
 def config_with(pools: dict[str, Any] = POOLS, *, tag_field: str | None = "tag", **rollout: Any) -> Config:
     """A configuration with these pools, and twelve partitions."""
-    data = {"source": "none.jsonl", **({} if tag_field is None else {"tag_field": tag_field})}
-    table = {"run": {"steps": 1}, "model": {"path": "none"}, "data": data, "kafka": {"partitions": 12}}
-    return from_table({**table, "rollout": {"workers": 3, "pools": pools, **rollout}})
+    data = {} if tag_field is None else {"tag_field": tag_field}
+    return least_config(data=data, kafka={"partitions": 12}, rollout={"workers": 3, "pools": pools, **rollout})
 
 
 def test_a_pool_has_a_share_of_the_partitions_as_of_the_workers_with_its_fallbacks_behind() -> None:

@@ -14,7 +14,7 @@ from penstock.infra.errors import LogError
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.algorithms import losses
 from penstock.pipeline.algorithms.registry import AGGREGATES
-from penstock.pipeline.config.load import Config, ConfigError, from_table
+from penstock.pipeline.config.load import Config, ConfigError
 from penstock.pipeline.inspect.explain import as_json, text
 from penstock.pipeline.inspect.explain.as_json import left_out, shares
 from penstock.pipeline.inspect.explain.group_history import GroupTimestamps, stages
@@ -28,6 +28,7 @@ from penstock.topics.ledger import Planned
 from penstock.topics.wire.record import Outgoing, Record
 from tests.support.a_run import CONFIG, RUN, RecordBuilder, outgoing, stored, with_group
 from tests.support.examples import sample_of
+from tests.support.least_config import least_config
 from tests.support.page_records import log_with
 
 
@@ -273,7 +274,7 @@ LENGTHS = ((3, 5), (1, 8), (4, 4))
 
 
 def config_of(**algorithm: Any) -> Config:
-    return from_table({"run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": "tiny:successor"}, "algorithm": algorithm})
+    return least_config(algorithm=algorithm)
 
 
 def a_plan() -> list[Group]:
@@ -327,10 +328,10 @@ def test_a_sample_that_ran_out_of_tokens_is_masked_and_stays_in_the_mean() -> No
 
 def test_what_the_log_cannot_tell_is_said_in_words() -> None:
     assert left_out(config_of()) == []
-    lagging = {"run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": "tiny:successor"}, "schedule": {"mode": "one_step_off"}}
-    (said,) = left_out(from_table({**lagging, "algorithm": {"proximal": "behaviour"}}))
+    lagging = {"mode": "one_step_off"}
+    (said,) = left_out(least_config(schedule=lagging, algorithm={"proximal": "behaviour"}))
     assert said.startswith("each token's ratio current / behaviour")
-    corrected = left_out(from_table({**lagging, "algorithm": {"kl_coef": 0.1}}))
+    corrected = left_out(least_config(schedule=lagging, algorithm={"kl_coef": 0.1}))
     assert [word in " ".join(corrected) for word in ("correction weight tis", "kl_coef 0.1")] == [True, True]
     assert "in another way" in left_out(config_of(loss="own.py:loss", aggregate="token_mean"))[0]
 

@@ -8,10 +8,11 @@ import pytest
 from penstock.pipeline.config.load import Config, ConfigError, from_table, load
 from penstock.pipeline.data.open import open_dataset
 from penstock.pipeline.launch.create import _check_length
+from tests.support.least_config import LEAST
 
 
 def config_of(**sections: Any) -> Config:
-    return from_table({"run": {"steps": 2}, "model": {"path": "m"}, "data": {"source": "d.jsonl"}, **sections})
+    return from_table({**LEAST, "run": {"steps": 2}, **sections})
 
 
 def said(config: Config, *, rows: int) -> list[str]:

@@ -16,6 +16,7 @@ from penstock.pipeline.launch.check.memory import (
     time_shared,
     trainer_parts,
 )
+from tests.support.least_config import LEAST, least_config
 
 SMOLLM2 = {
     "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
@@ -25,10 +26,6 @@ QWEN = {
     "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
     "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
 }  # fmt: skip
-
-
-LEAST: dict[str, Any] = {"run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": "d.jsonl"}}
-"""A configuration without anything that it need not say."""
 
 
 def shape(config: dict[str, Any]) -> Shape:
@@ -86,7 +83,7 @@ def test_what_saves_memory_makes_the_estimate_smaller() -> None:
 
 def test_what_is_offloaded_is_counted_for_the_hosts_memory() -> None:
     def host(**trainer: Any) -> int:
-        return trainer_parts(from_table(LEAST | {"trainer": trainer}), shape(SMOLLM2), gpu=True)["offloaded"]
+        return trainer_parts(least_config(trainer=trainer), shape(SMOLLM2), gpu=True)["offloaded"]
 
     count, sharded = shape(SMOLLM2).parameters, {"backend": "deepspeed", "zero_stage": 3, "dtype": "bfloat16", "processes": 2}
     assert host(**sharded) == 0
@@ -108,7 +105,7 @@ def test_the_adapters_of_a_version_are_counted_exactly() -> None:
 def test_a_tied_output_layer_costs_vllm_a_packed_copy_of_the_embedding_on_a_cpu_alone() -> None:
     def parts(device: str, **changed: Any) -> dict[str, int]:
         rollout = {"engine": "vllm", "dtype": "bfloat16", "device": device}
-        return dict(engine_parts(from_table(LEAST | {"rollout": rollout}), shape(QWEN | changed)))
+        return dict(engine_parts(least_config(rollout=rollout), shape(QWEN | changed)))
 
     tied, untied, on_gpu = parts("cpu"), parts("cpu", tie_word_embeddings=False), parts("cuda:0")
     assert tied["packed output layer"] == shape(QWEN).vocabulary * shape(QWEN).hidden * 2  # bfloat16

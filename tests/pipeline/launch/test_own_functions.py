@@ -13,6 +13,7 @@ from penstock.pipeline.launch.check import preflight
 from penstock.pipeline.launch.create import check_user_functions, create
 from penstock.pipeline.learner.micro_batches import advantage_function, combined_advantages
 from penstock.topics.groups import Group
+from tests.support.least_config import least_config
 from tests.support.light_model import light_model
 from tests.support.refusals import one_line
 from tests.support.trainer_alone import group_of
@@ -62,7 +63,7 @@ def mine(tmp_path: Path) -> Path:
 
 
 def config_of(**algorithm: Any) -> Config:
-    return from_table({"run": {"steps": 1}, "model": {"path": "/m"}, "data": {"source": "/d.jsonl"}, "algorithm": algorithm})
+    return least_config(algorithm=algorithm)
 
 
 @pytest.mark.parametrize("settings", [{}, {"kl_coef": 0.1, "proximal": "behaviour"}])
@@ -128,10 +129,10 @@ def test_an_advantage_that_does_not_fit_the_size_of_a_group_is_told_before_the_r
 
 
 def test_groups_of_one_sample_need_an_advantage_that_is_not_relative_to_the_group(mine: Path) -> None:
-    table = {"run": {"steps": 1}, "model": {"path": "/m"}, "data": {"source": "/d.jsonl"}, "schedule": {"samples_per_prompt": 1}}
-    check_user_functions(from_table({**table, "algorithm": {"advantage": f"{mine}:ranks"}}))
+    alone = {"samples_per_prompt": 1}
+    check_user_functions(least_config(schedule=alone, algorithm={"advantage": f"{mine}:ranks"}))
     with pytest.raises(ConfigError, match="1 leaves every group advantage at zero; use at least 2, or a custom "):
-        from_table(table)
+        least_config(schedule=alone)
 
 
 def test_an_own_loss_has_to_say_what_it_is_divided_by_unless_an_older_record_does_not(mine: Path) -> None:

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.infra.backends.hardware import VISIBLE, visible_gpus
-from penstock.pipeline.config.load import Config, ConfigError, from_table, load
+from penstock.pipeline.config.load import Config, ConfigError, load
 from penstock.pipeline.launch.placement import cores_of, on_cores, place
 from penstock.pipeline.runtime.roles import ROLES
+from tests.support.least_config import least_config
 from tests.support.refusals import one_line
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "gsm8k.toml"
@@ -22,9 +23,8 @@ EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "gsm8k.toml"
 def config_of(
     *, trainer: dict[str, Any] | None = None, rollout: dict[str, Any] | None = None, evaluated: bool = False, placement: str = "separate"
 ) -> Config:
-    table: dict[str, Any] = {"run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": "d.jsonl"}}
-    table |= {"trainer": trainer or {}, "rollout": rollout or {}, "launch": {"placement": placement}}
-    return from_table(table | ({"eval": {"source": "e.jsonl"}} if evaluated else {}))
+    held_out = {"source": "e.jsonl"} if evaluated else {}
+    return least_config(trainer=trainer or {}, rollout=rollout or {}, launch={"placement": placement}, eval=held_out)
 
 
 def test_the_map_names_every_worker_that_has_gpus() -> None:

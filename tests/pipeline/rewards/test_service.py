@@ -14,10 +14,11 @@ from starlette.routing import Route
 from penstock.infra.sandbox.program import Loopback
 from penstock.infra.sandbox.spawn import REWARD_TOKEN as TOKEN
 from penstock.infra.sandbox.timed_pool import ChildPool, Done
-from penstock.pipeline.config.load import ConfigError, from_table
+from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.rewards.functions import digests, resolve
 from penstock.pipeline.rewards.scoring import CHILD, payload, spec
 from penstock.pipeline.rewards.values import RewardError
+from tests.support.least_config import least_config
 
 pytestmark = pytest.mark.costly  # starts processes
 
@@ -161,5 +162,5 @@ def test_an_address_is_recorded_by_its_digest_and_one_with_a_password_is_refused
     assert len(set(digests(["http://judge:8000/a", "http://judge:8000/b"]).values())) == 2
     reward = {"functions": ["https://me:secret@judge/a"]}
     with pytest.raises(ConfigError, match=r"the address of judge contains a password") as caught:
-        from_table({"run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": "d"}, "reward": reward})
+        least_config(reward=reward)
     assert "secret" not in str(caught.value)

@@ -15,6 +15,7 @@ from penstock.pipeline.scheduling.rules import fractions_by_lag, lag_summary
 from penstock.topics import groups
 from penstock.topics.groups import Group
 from tests.support.a_run import RecordBuilder
+from tests.support.least_config import least_config
 
 
 def test_a_summary_worked_out_by_hand() -> None:
@@ -70,11 +71,9 @@ class Backend:
 def measured(*found: Group) -> Mapping[str, float]:
     """What a step of version 5 says of these groups."""
     pytest.importorskip("torch")
-    from penstock.pipeline.config.load import from_table
     from penstock.pipeline.learner.train_step import Objective, Step
 
-    config = from_table({"run": {"steps": 1}, "model": {"path": "/m"}, "data": {"source": "x.jsonl"}})
-    step = Step(Backend(), Objective.of(config), number=5)  # type: ignore[arg-type]
+    step = Step(Backend(), Objective.of(least_config()), number=5)  # type: ignore[arg-type]
     for group in found:
         step.add(group)
     return step.finish(learner_version=5).metrics

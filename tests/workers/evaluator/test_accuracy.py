@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.pipeline.config.load import Config, ConfigError, from_table
+from penstock.pipeline.config.load import Config, ConfigError
 from penstock.pipeline.learner.evaluation import pass_at, summary
 from penstock.pipeline.rewards.functions import Score
 from penstock.workers.evaluator.worker import EarlyStopping
+from tests.support.least_config import least_config
 
 
 def score(*rewards: float) -> Score:
@@ -47,8 +48,7 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_that_hold_a_solved_o
 
 
 def config_of(**held: Any) -> Config:
-    table = {"run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": "d.jsonl"}, "eval": held}
-    return from_table({**table, "reward": {"functions": ["exact_match", "length"], "weights": [2.0, -1.0]}})
+    return least_config(eval=held, reward={"functions": ["exact_match", "length"], "weights": [2.0, -1.0]})
 
 
 def test_an_evaluation_has_the_runs_functions_and_their_best_reward_as_threshold_unless_it_has_its_own() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.config.load import from_table
 from penstock.pipeline.runtime.session import Session
 from penstock.topics import dead_letters, rollouts
 from penstock.topics.catalogue import topics_of
@@ -17,6 +16,7 @@ from penstock.topics.wire.record import Record
 from penstock.workers.scorer.group_buffer import PartitionGroups
 from penstock.workers.scorer.worker import Scorer
 from tests.support.a_run import outgoing, stored
+from tests.support.least_config import least_config
 from tests.support.strategies import a_rollout
 from tests.support.worker_set import records_of
 
@@ -27,8 +27,7 @@ UNUSED: Any = None
 @pytest.fixture
 def scorer() -> Scorer:
     """Owner of partition 0 of a run whose groups are begun as 3 + 1 samples."""
-    schedule = {"prompts_per_step": 2, "samples_per_prompt": 3, "oversample": 1}
-    config = from_table({"run": {"steps": 1}, "model": {"path": "none"}, "data": {"source": "none.jsonl"}, "schedule": schedule})
+    config = least_config(schedule={"prompts_per_step": 2, "samples_per_prompt": 3, "oversample": 1})
     log = MemoryLog()
     log.create_topics(topics_of(RUN, partitions=1))
     session = Session(
