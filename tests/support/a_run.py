@@ -17,7 +17,6 @@ from penstock.topics.ledger import Entry, Planned
 from penstock.topics.metrics import Measurement
 from penstock.topics.rollouts import Rollout
 from penstock.topics.weights import Chunk
-from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Outgoing, Record
 from tests.support.examples import group_of, prompt_of, sample_of
 
@@ -68,7 +67,7 @@ class RecordBuilder:
     def entry(self, kind: Any, **fields: Any) -> Outgoing:
         entry = Entry(seq=self.seq, kind=kind, time_ns=self._ns, **fields)
         self.seq += 1
-        return self._out("ledger", None, ledger.headers(entry, run=self.run), ledger.encode(entry))
+        return outgoing(ledger, entry, run=self.run, key=None)
 
     def opened(self) -> Outgoing:
         return self.entry("run-opened", details=json.dumps({"config": self.config, "info": self.info}))
@@ -97,7 +96,7 @@ class RecordBuilder:
             values=values,
             labels=labels or {"doing": "working"},
         )
-        return self._out("metrics", worker.encode(), metrics.headers(found, run=self.run), metrics.encode(found))
+        return outgoing(metrics, found, run=self.run, key=worker.encode())
 
     def group(self, rewards: Sequence[float | None], *, version: int, outcome: Any = "scored", tokens: int = 3) -> list[Outgoing]:
         """A prompt, its samples and its outcome; `tokens` for each sample."""
@@ -107,19 +106,14 @@ class RecordBuilder:
             created_ns=self._ns,
         )  # fmt: skip
         samples = [self._rollout(number, sample, version=version, tokens=tokens) for sample in range(len(rewards))]
-        scored = tuple(
-            ScoredSample(rollout=rollout, completion="5", reward=reward, components=(reward,))
-            for rollout, reward in zip(samples, rewards, strict=True)
-        )
+        pairs = zip(samples, rewards, strict=True)
+        scored = [ScoredSample(rollout=rollout, completion="5", reward=reward, components=(reward,)) for rollout, reward in pairs]
         reason = None if outcome == "scored" else "because"
         found = group_of(prompt, scored, outcome=outcome, reason=reason, scored_ns=self._ns)
         key = str(number).encode()
-        parts = groups.encode_parts(found, run=self.run, worker="scorer-0")
-        return [
-            self._out("prompts", key, prompts.headers(prompt, run=self.run), prompts.encode(prompt)),
-            *(self._out("rollouts", key, rollouts.headers(rollout, run=self.run), rollouts.encode(rollout)) for rollout in samples),
-            *(self._out("groups", key, headers, value) for headers, value in parts),
-        ]
+        first = outgoing(prompts, prompt, run=self.run, key=key)
+        drawn = [outgoing(rollouts, rollout, run=self.run, key=key) for rollout in samples]
+        return [first, *drawn, *with_group(replace(first, topic=f"{self.run}.groups"), found, run=self.run)]
 
     def step(self, step: int, members: list[int], *, begun_s: float, reward: float = 0.5) -> Outgoing:
         found = {
@@ -144,7 +138,7 @@ class RecordBuilder:
     def letter(self, *, offset: int = 0, kind: str = "undecodable", reason: str = "not Arrow") -> Outgoing:
         record = Record(topic=f"{self.run}.groups", partition=0, offset=offset, timestamp_ms=0, key=None, headers=(), value=b"?")
         found = dead_letters.from_record(record, kind=kind, reason=reason, worker="trainer", time_ns=self._ns)
-        return self._out("dead-letters", b"x", dead_letters.headers(found, run=self.run), dead_letters.encode(found))
+        return outgoing(dead_letters, found, run=self.run, key=b"x")
 
     def whole(self) -> Iterator[Outgoing]:
         """A run of one second a step: one filtered group in it, one group unused at its end."""
@@ -183,9 +177,6 @@ class RecordBuilder:
 
     def _rollout(self, group: int, sample: int, *, version: int, tokens: int) -> Rollout:
         return sample_of(group, sample, range(tokens), version=version, started_ns=self._ns, ended_ns=self._ns)
-
-    def _out(self, topic: str, key: bytes | None, headers: Headers, value: bytes) -> Outgoing:
-        return Outgoing(topic=f"{self.run}.{topic}", partition=0, key=key, headers=headers.encode(value), value=value)
 
 
 def outgoing(codec: Any, *found: Any, run: str = RUN, partition: int = 0, key: bytes | None = b"0") -> Outgoing:

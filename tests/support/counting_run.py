@@ -5,6 +5,7 @@ from typing import Any
 
 from penstock.pipeline.config.run_config import Config
 from tests.support.environments import COUNTING
+from tests.support.least_config import merged
 from tests.support.worker_set import config_of
 
 
@@ -23,6 +24,4 @@ def counting_run(model: Path, directory: Path, *, code: str = COUNTING, **sectio
         "rollout": {"workers": 1},
         "trainer": {"micro_batch_tokens": 4096},
     }  # fmt: skip
-    for name, section in sections.items():
-        table[name] = {**table.get(name, {}), **section}
-    return config_of(model, directory, **table)
+    return config_of(model, directory, **merged(table, sections))

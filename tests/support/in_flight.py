@@ -10,6 +10,7 @@ from penstock.pipeline.config.run_config import Config
 from penstock.topics import groups, rollouts
 from penstock.topics.groups import Group
 from penstock.topics.samples import Rollout
+from tests.support.least_config import merged
 from tests.support.worker_set import LogLocation, clean, complete, config_of, connect, records_of
 
 TOY: dict[str, Any] = {"engine": "toy", "workers": 2, "toy_delay_s": 0.004}
@@ -48,9 +49,7 @@ def config_in_flight(model: Path, directory: Path, **sections: Any) -> Config:
         "algorithm": {"filter_zero_variance": False},
         "trainer": {"lr": 1e-4, "micro_batch_tokens": 400, "export": False},
     }
-    for name, section in sections.items():
-        table[name] = {**table.get(name, {}), **section}
-    return config_of(model, directory, **table)
+    return config_of(model, directory, **merged(table, sections))
 
 
 def run_of(place: LogLocation, run: str, config: Config) -> tuple[dict[str, Any], list[Rollout], list[Group]]:

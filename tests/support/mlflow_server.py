@@ -6,13 +6,14 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+from tests.support.waiting import until
 
 START_LIMIT_S = 300.0
 
@@ -38,11 +39,9 @@ class MlflowServer:
             self._process = subprocess.Popen(
                 command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=self.directory, start_new_session=True
             )
-        deadline = time.monotonic() + START_LIMIT_S
-        while not self._answers():
-            assert self._process.poll() is None, (self.directory / "server.log").read_text()
-            assert time.monotonic() < deadline, "the MLflow server does not respond"
-            time.sleep(0.1)
+        process, output = self._process, self.directory / "server.log"
+        until(lambda: self._answers() or process.poll() is not None, output.read_text, limit_s=START_LIMIT_S, every_s=0.1)
+        assert process.poll() is None, output.read_text()
 
     def signal(self, number: signal.Signals) -> None:
         """Send the server and its children a signal."""

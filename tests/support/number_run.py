@@ -21,6 +21,7 @@ from penstock.topics.runs import RunRecord
 from penstock.topics.wire.record import Outgoing
 from tests.support import page_records
 from tests.support.a_run import RecordBuilder, with_group
+from tests.support.least_config import merged
 
 RUN, STEPS = "numbers", 4
 
@@ -94,9 +95,7 @@ def config_of(checkpoints: Path | None = None, **sections: dict[str, Any]) -> Co
         "kafka": {"partitions": 1},
         "mlflow": {"enabled": False},
     }
-    for name, section in sections.items():
-        table[name] = {**table.get(name, {}), **section}
-    return from_table(table)
+    return from_table(merged(table, sections))
 
 
 def log_with(found: Iterable[Group] = ()) -> MemoryLog:

@@ -8,13 +8,14 @@ from typing import Any
 
 from penstock.infra.log import Log
 from penstock.infra.sandbox.timed_pool import Done
-from penstock.pipeline.config.load import Config, from_table
+from penstock.pipeline.config.load import Config
 from penstock.pipeline.runtime.session import Session
 from penstock.topics import groups
 from penstock.topics.catalogue import topics_of
 from penstock.topics.runs import RunRecord
 from penstock.workers.scorer.worker import Scorer
 from tests.support.a_run import RecordBuilder
+from tests.support.least_config import least_config
 from tests.support.page_records import write
 from tests.support.worker_set import records_of
 
@@ -29,12 +30,10 @@ class Words:
 
 
 def config_of(reward: str = "exact_match") -> Config:
-    table: dict[str, Any] = {
-        "run": {"steps": 1}, "model": {"path": "none"}, "data": {"source": "none.jsonl"}, "reward": {"functions": [reward]},
-        "schedule": {"prompts_per_step": 2, "samples_per_prompt": 2}, "kafka": {"partitions": PARTITIONS},
-        "algorithm": {"filter_zero_variance": False},
-    }  # fmt: skip
-    return from_table(table)
+    return least_config(
+        reward={"functions": [reward]}, schedule={"prompts_per_step": 2, "samples_per_prompt": 2}, kafka={"partitions": PARTITIONS},
+        algorithm={"filter_zero_variance": False},
+    )  # fmt: skip
 
 
 def filled(log: Log, run: str, *, topics: Collection[str] = ("prompts", "rollouts"), count: int = GROUPS) -> None:

@@ -21,6 +21,7 @@ from tests.support import examples, page_records
 from tests.support.a_run import outgoing, with_group
 from tests.support.deaths import dying_at
 from tests.support.examples import prompt_of, sample_of
+from tests.support.least_config import merged
 from tests.support.worker_set import LogLocation, WorkerSet, config_of
 
 SAMPLES = 2
@@ -37,9 +38,7 @@ def config_for(model: Path, directory: Path, **sections: Mapping[str, Any]) -> C
         "trainer": {"checkpoint_every": 2},
         "kafka": {"partitions": 2},
     }
-    for name, section in sections.items():
-        defaults[name] = {**defaults.get(name, {}), **section}
-    return config_of(model, directory, **defaults)
+    return config_of(model, directory, **merged(defaults, sections))
 
 
 def group_of(number: int, *, version: int, outcome: str = "scored", tokens: int = TOKENS) -> Group:

@@ -24,6 +24,7 @@ from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import join
 from penstock.topics.wire.record import Record
 from tests.support.bare_clients import c_client
+from tests.support.least_config import merged
 from tests.support.listed_records import Listed
 
 LIMIT_S = 400.0
@@ -143,9 +144,7 @@ def config_of(model: Path, directory: Path, **sections: Mapping[str, Any]) -> Co
         "kafka": {"partitions": 8},
         "mlflow": {"enabled": False},
     }
-    for name, section in sections.items():
-        table[name] = {**table.get(name, {}), **section}
-    return from_table(table)
+    return from_table(merged(table, sections))
 
 
 def forget_offsets(log: MemoryLog) -> None:

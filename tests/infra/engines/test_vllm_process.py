@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.paths import ROOT, SUPPORT
 from tests.support.vllm_helpers import LIMIT, completions, largest_error, request, save_model, version_values
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.costly, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
 
@@ -34,11 +35,8 @@ def owner(directory: Path, out: Path, then: str, temporary: Path, **settings: An
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     seen: dict[int, psutil.Process] = {}
     try:
-        deadline = time.monotonic() + START_S
-        while not out.exists():
-            assert process.poll() is None, (out.parent / "log").read_text(encoding="utf-8")[-2000:]
-            assert time.monotonic() < deadline, "the engine did not start in time"
-            time.sleep(0.1)
+        until(lambda: out.exists() or process.poll() is not None, "the engine has started", limit_s=START_S, every_s=0.1)
+        assert out.exists(), (out.parent / "log").read_text(encoding="utf-8")[-2000:]
         seen = {child.pid: child for child in psutil.Process(process.pid).children(recursive=True)}
         yield process
     finally:

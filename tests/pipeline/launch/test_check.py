@@ -29,6 +29,7 @@ from penstock.pipeline.runtime.weights.publish import Base, deletable
 from penstock.topics.weights import FIRST, Manifest
 from penstock.workers.trainer.weight_publisher import WeightPublisher
 from tests.support.examples import manifest_of
+from tests.support.least_config import merged
 from tests.support.light_model import light_model
 
 ROWS = [{"question": f"What is {n} plus {n}?", "solution": str(2 * n), "level": n} for n in range(50)]
@@ -51,7 +52,7 @@ def configured(folder: Path, **sections: dict[str, object]) -> Config:
         "data": {"source": str(folder / "rows.jsonl"), "prompt_field": "question", "answer_field": "solution", "max_prompt_tokens": 64},
         "reward": {"functions": [f"{folder}/rew.py:right"]},
     }
-    return from_table({name: {**table.get(name, {}), **sections.get(name, {})} for name in {**table, **sections}})
+    return from_table(merged(table, sections))
 
 
 def found(config: Config) -> tuple[dict[str, str], str | None]:

@@ -8,6 +8,7 @@ import pytest
 
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.runtime.registration.trust import OTHER_FORMATS, keys_of, user_code
+from tests.support.least_config import merged
 
 PLAIN: dict[str, dict[str, Any]] = {
     "run": {"steps": 3},
@@ -21,7 +22,7 @@ OVERRIDES = ("rollout.vllm.hf_overrides", "{'auto_map': {'AutoConfig': 'evil'}}"
 
 
 def named(**sections: dict[str, Any]) -> list[tuple[str, str]]:
-    return user_code(from_table({**PLAIN, **{name: {**PLAIN.get(name, {}), **table} for name, table in sections.items()}}))
+    return user_code(from_table(merged(PLAIN, sections)))
 
 
 @pytest.mark.parametrize(
