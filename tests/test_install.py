@@ -54,7 +54,6 @@ def test_the_wheel_installs_one_name_and_runs_the_demo_and_a_users_own_reward(fo
 
 
 def build_wheel(directory: Path) -> Path:
-    """Build the wheel of this checkout as `uv build` does."""
     uv = shutil.which("uv") or str(ROOT / ".venv" / "bin" / "uv")
     subprocess.run([uv, "build", "--wheel", "--quiet", "--out-dir", str(directory), str(ROOT)], check=True, timeout=300)
     (wheel,) = directory.glob("*.whl")

@@ -58,7 +58,6 @@ def tree() -> str:
 
 
 def drawn(text: str) -> str:
-    """The tree in a page."""
     return text.partition(BEGIN)[2].partition(END)[0]
 
 
@@ -91,7 +90,6 @@ def test_every_test_that_the_security_page_names_exists() -> None:
 
 @cache
 def help_of(words: tuple[str, ...]) -> str:
-    """What a command prints with `--help`."""
     from penstock.pipeline.cli import main
 
     with redirect_stdout(io.StringIO()) as shown:

@@ -22,7 +22,6 @@ needs_helm = pytest.mark.skipif(HELM is None, reason="helm is not installed: mak
 
 
 def objects(values: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
-    """The chart's objects by kind and name."""
     made = [each for each in yaml.load_all(rendered(values), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if each]
     return {(each["kind"], each["metadata"]["name"]): each for each in made}
 

@@ -152,7 +152,6 @@ class Release:
         self.cluster.apply(*objects)
 
     def upgrade(self, **values: Any) -> None:
-        """Install the chart, or upgrade it with more values."""
         self.values |= values
         self.cluster.helm("upgrade", "--install", self.name, str(CHART), values=self.values)
 
@@ -162,7 +161,6 @@ class Release:
         return self.cluster.pods(selector)
 
     def steps(self) -> int:
-        """Committed steps."""
         try:
             with penstock.open(self.name, bootstrap=self.broker.plain) as run:
                 return run.steps().num_rows

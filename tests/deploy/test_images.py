@@ -144,7 +144,6 @@ def containers(engine: Podman, run_id: str) -> Iterator[Containers]:
 
 
 def plain_report(config: Path, model: Path, *overrides: str) -> dict[str, Any]:
-    """The report of the run without containers and kills."""
     settings = [f"--set={setting}" for setting in (f"model.path={model}", *overrides)]
     command = [sys.executable, "-m", "penstock", "run", str(config), "--json", *settings]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)

@@ -94,7 +94,6 @@ def model(made_once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def config(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that repeats bit by bit."""
     file = tmp_path_factory.mktemp("config") / "exact.toml"
     file.write_text(CONFIG.format(steps=STEPS, model=model))
     return file
@@ -118,7 +117,6 @@ def digest(config: Path) -> str:
 
 
 def penstock(*words: str) -> str:
-    """The output of a command."""
     done = subprocess.run([sys.executable, "-m", "penstock", *words], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

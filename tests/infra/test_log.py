@@ -29,7 +29,6 @@ from tests.support.log_helpers import (
 
 @pytest.fixture(params=["memory", "kafka"])
 def log(request: pytest.FixtureRequest, run_id: str) -> Iterator[Log]:
-    """One log after the other."""
     opened: Log = MemoryLog() if request.param == "memory" else KafkaLog(request.getfixturevalue("broker"))
     with closed_at_end(opened, lambda: opened.delete_topics(opened.topics(f"{run_id}."))):
         yield opened

@@ -69,7 +69,6 @@ def recorded(broker: str, tiny_model: Path, empty_database: Path, tmp_path_facto
 
 @pytest.fixture(scope="session")
 def log(recorded: RecordedRun) -> Iterator[KafkaLog]:
-    """The log of the recorded run."""
     opened = KafkaLog(recorded.bootstrap, client_id="test")
     yield opened
     opened.close()

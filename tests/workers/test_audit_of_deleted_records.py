@@ -43,7 +43,6 @@ def genuine(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: 
 
 @pytest.fixture
 def edited(genuine: list[Record]) -> EditedRun:
-    """The same records, to be changed."""
     return EditedRun(RUN, genuine)
 
 

@@ -87,7 +87,6 @@ def genuine(broker: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def edited(genuine: list[Record]) -> EditedRun:
-    """The same records, to be changed."""
     return EditedRun(RUN, genuine)
 
 

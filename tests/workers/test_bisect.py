@@ -41,7 +41,6 @@ def environment(monkeypatch: pytest.MonkeyPatch, log: MemoryLog) -> None:
 
 
 def paid(group: Group, reward: float) -> Group:
-    """The group with this reward for an empty completion."""
     first, *others = group.samples
     return replace(group, samples=(replace(first, completion="", reward=reward, components=(reward,)), *others))
 

@@ -52,7 +52,6 @@ def one_of(fates: dict[int, str], fate: str) -> int:
 
 
 def printed(recorded: RecordedRun, capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What the command prints as its result."""
     capsys.readouterr()
     assert cli.main(["explain", recorded.run, *words, "--bootstrap", recorded.bootstrap]) == 0
     return capsys.readouterr().out

@@ -32,7 +32,6 @@ from tests.support.recorded_run import RecordedRun
 
 @pytest.fixture(scope="module")
 def archive(recorded: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Exported]:
-    """The recorded run as Parquet."""
     directory = tmp_path_factory.mktemp("archive")
     log = KafkaLog(recorded.bootstrap, client_id="test")
     done = export(log, recorded.run, directory)

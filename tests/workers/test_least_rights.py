@@ -123,7 +123,6 @@ def read(settings: Mapping[str, Any], topics: list[str], *, wanted: set[str]) ->
 
 
 def taken(settings: Mapping[str, Any], names: list[str]) -> set[str]:
-    """Those of the transactional ids that a user has taken."""
     answers: dict[str, int | None] = {}
     for name in names:
         try:

@@ -26,7 +26,6 @@ Damage = Callable[[OwnBroker, KafkaLog, str, Manifest], None]
 
 
 def segment_of(broker: OwnBroker, topic: str, partition: int) -> Path:
-    """The newest segment of a partition."""
     return max((broker.home / "broker").rglob(f"{topic}-{partition}/*.log"))
 
 
@@ -58,13 +57,11 @@ def cut_off_the_tail(broker: OwnBroker, log: KafkaLog, topic: str, manifest: Man
 
 
 def delete_all_chunks(_: OwnBroker, log: KafkaLog, topic: str, manifest: Manifest) -> None:
-    """A manifest without chunks."""
     partitions = {(topic, partition) for partition in manifest.chunk_partitions}
     log.delete_records(log.end_offsets(sorted(partitions)))
 
 
 def manifests_of(log: Log, run: str) -> list[Manifest]:
-    """All manifests of a run, in their order."""
     with closing(log.tail({(f"{run}.weights", weights.MANIFESTS): "earliest"})) as tail:
         return [weights.read(record, run=run)[1] for record in tail.read_to_end(60.0)]
 

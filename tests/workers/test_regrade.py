@@ -75,7 +75,6 @@ def parent(log: LogHere, tiny_model: Path, rewards: str, tmp_path_factory: pytes
 
 
 def regraded(log: MemoryLog, run: str, kid: str, *functions: str, first: int = 0, floor: float | None = None) -> LedgerHistory:
-    """The ledger of a registered, regraded run."""
     recording = Recording.open(log, run)
     scored = score_from(recording, RescoreRequest(functions=functions), first=first, floor=floor, notify=print)
     write_regraded(recording, scored, run_id=kid, notify=print)

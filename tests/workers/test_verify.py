@@ -91,7 +91,6 @@ def verified(made: tuple[Path, Path, list[Record]], tmp_path: Path) -> Verified:
 
 
 def state(model: Path, archive: Path) -> None:
-    """Write the card and the statement of the run in an archive."""
     with redirect_stdout(io.StringIO()):
         assert main(["card", str(archive), "--out", str(model)]) == 0
 
@@ -223,7 +222,6 @@ def test_the_card_of_a_running_run_is_still_verified_after_its_end(verified: Ver
 
 
 def archived(verified: Verified, records: list[Record]) -> Path:
-    """Another archive, of these records."""
     return archive_of(RUN, records, verified.archive.parent / "another")
 
 

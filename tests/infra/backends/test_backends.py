@@ -37,7 +37,6 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture
 def opened(model_path):
-    """Opens backends and closes them after the test."""
     backends = []
 
     def make(name, **settings):

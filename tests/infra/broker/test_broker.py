@@ -43,7 +43,6 @@ def home(started_twice: tuple[Path, set[int]]) -> Path:
 
 
 def running(home: Path) -> tuple[int, str]:
-    """Process and address of the broker."""
     found = embedded.status(home)
     assert found.pid is not None
     return found.pid, found.bootstrap

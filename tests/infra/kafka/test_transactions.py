@@ -97,7 +97,6 @@ def claim_of(topic: str, token: bytes) -> Outgoing:
 
 @pytest.fixture
 def claimed(log: KafkaLog, run_id: str) -> str:
-    """A topic whose second partition holds the claims."""
     (name,) = make_topics(log, run_id, "claimed", partitions=2)
     return name
 

@@ -96,7 +96,6 @@ def collect(pool: ChildPool[Any], within_s: float = 120.0) -> dict[Any, Done[Any
 
 
 def called(pool: ChildPool[Any], **payload: Any) -> Any:
-    """The result of one call."""
     pool.submit("call", payload)
     ended = collect(pool)["call"]
     assert isinstance(ended, Done), ended

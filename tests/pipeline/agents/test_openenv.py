@@ -35,7 +35,6 @@ def played(address: str, *words: object, options: str = "timeout_s=60", **row: A
 
 
 def said(number: object) -> dict[str, str]:
-    """A turn of the policy."""
     return {"role": "assistant", "content": str(number)}
 
 

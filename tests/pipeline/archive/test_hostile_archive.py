@@ -54,7 +54,6 @@ def rows(folder: Path) -> Path:
 
 
 def linked(path: Path, target: Path) -> None:
-    """Put a link in the place of a file or folder."""
     if path.is_dir():
         shutil.rmtree(path)
     else:

@@ -27,7 +27,6 @@ PENSTOCK = [sys.executable, "-c", "import sys; from penstock.pipeline.cli import
 
 
 def config(tmp_path: Path, **sections: str) -> str:
-    """A small valid configuration file, with sections replaced."""
     parts = {"run": "steps = 2", "model": f'path = "{tmp_path}"', "data": 'source = "tiny:successor"', **sections}
     file = tmp_path / "run.toml"
     file.write_text("\n".join(f"[{name}]\n{text}" for name, text in parts.items()), encoding="utf-8")

@@ -21,7 +21,6 @@ from tests.support.light_model import light_model
 
 
 def config_file(broker: str, folder: Path) -> Path:
-    """A configuration with eight rows."""
     rows, file = folder / "rows.jsonl", folder / "run.toml"
     rows.write_text("".join(json.dumps({"prompt": f"{number}+1=", "answer": str(number + 1)}) + "\n" for number in range(8)))
     file.write_text(

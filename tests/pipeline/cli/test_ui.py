@@ -193,7 +193,6 @@ def test_latest_leads_to_the_newest_run(server: Server) -> None:
 
 
 def listed(server: Server, query: str = "") -> dict[str, Any]:
-    """A page of the list of groups."""
     status, page, _ = asked(server, f"/secret/r/{RUN}/groups?{query}")
     assert status == 200, page
     found: dict[str, Any] = json.loads(page)

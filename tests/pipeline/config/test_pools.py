@@ -15,7 +15,6 @@ POOLS: dict[str, Any] = {"big": {"workers": 2, "tags": ["long", 'x"y'], "fallbac
 
 
 def config_with(pools: dict[str, Any] = POOLS, *, tag_field: str | None = "tag", **rollout: Any) -> Config:
-    """A configuration with these pools, and twelve partitions."""
     data = {} if tag_field is None else {"tag_field": tag_field}
     return least_config(data=data, kafka={"partitions": 12}, rollout={"workers": 3, "pools": pools, **rollout})
 

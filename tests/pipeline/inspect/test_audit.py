@@ -76,7 +76,6 @@ def test_a_broker_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def run(broker: str, run_id: str) -> str:
-    """A run's empty topics."""
     log = KafkaLog(broker, client_id="test")
     log.create_topics({RUNS_TOPIC: RUNS_SPEC, **topics_of(run_id, partitions=3)})
     log.close()

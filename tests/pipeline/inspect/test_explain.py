@@ -156,7 +156,6 @@ def test_tokens_of_several_versions_are_shown_as_spans() -> None:
 
 
 def refused(builder: RecordBuilder, record: Record, *, kind: str, reason: str) -> Outgoing:
-    """The dead letter about a record."""
     letter = dead_letters.from_record(record, kind=kind, reason=reason, worker="scorer-0", time_ns=int(builder.now_s * 1e9))
     return outgoing(dead_letters, letter)
 

@@ -20,7 +20,6 @@ NOISY = [0.30, 0.38, 0.29, 0.40, 0.33, 0.41, 0.28, 0.38, 0.33]
 
 
 def report(curve: list[float], **changes: Any) -> dict[str, Any]:
-    """The part of a report that the headline needs."""
     reward = {"first": curve[0], "last": curve[-1], "curve": curve}
     return {"steps": 40, "reward": reward, "groups": {"failed": 0}, "waste": [], "eval": [], "time": {}, **changes}
 

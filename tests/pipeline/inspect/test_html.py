@@ -58,7 +58,6 @@ def unpacked(raw: bytes) -> dict[str, Any]:
 
 
 def report_in(page: Page) -> dict[str, Any]:
-    """The report that a page shows under all figures."""
     (text,) = re.findall(r'<pre tabindex="0" aria-label="All figures">([^<]*)</pre>', page.html.decode())
     return json.loads(html.unescape(text))
 

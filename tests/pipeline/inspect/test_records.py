@@ -30,14 +30,12 @@ PARTITIONS = 2
 
 
 def write_records(log: Log, records: Iterable[Outgoing], *, run: str = RUN) -> None:
-    """Make the run's topics and write the records."""
     log.create_topics({RUNS_TOPIC: RUNS_SPEC, **topics_of(run, partitions=PARTITIONS)})
     write(log, records)
 
 
 @pytest.fixture
 def log() -> Log:
-    """A run of three steps in memory."""
     made = MemoryLog()
     write_records(made, RecordBuilder(steps=3).whole())
     return made

@@ -33,7 +33,6 @@ def forgetting_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def recorded(seed: int = 0, *, steps: int = STEPS) -> tuple[Record, ...]:
-    """A run's records, topics interleaved at random."""
     mixed = interleaved(as_records(RecordBuilder(steps=steps).whole()), seed)
     return tuple(record for record in mixed if not record.topic.endswith(".rollouts"))
 

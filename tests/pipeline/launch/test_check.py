@@ -45,7 +45,6 @@ def project(folder: Path, *, reward: str = "return [float(a == b) for a, b in zi
 
 
 def configured(folder: Path, **sections: dict[str, object]) -> Config:
-    """A configuration of the project."""
     table = {
         "run": {"steps": 4},
         "model": {"path": str(folder / "model")},

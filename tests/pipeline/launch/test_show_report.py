@@ -16,7 +16,6 @@ from tests.support.page_records import log_with
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MemoryLog:
-    """A finished run of two steps, whose folder is empty."""
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
     return log_with(RecordBuilder(steps=2).whole())
 

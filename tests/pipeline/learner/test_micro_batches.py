@@ -38,7 +38,6 @@ def sequence(prompt=2, tokens=3, *, group=0, sample=0, mask=None, advantage=1.0,
 
 
 def micro_batches(sequences, *, token_budget, **limits) -> list[MicroBatch]:
-    """The micro-batches of a whole step."""
     batcher = MicroBatcher(token_budget, **limits)
     return [batch for sequence in sequences for batch in batcher.add(sequence)] + batcher.close()
 

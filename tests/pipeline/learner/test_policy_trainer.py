@@ -30,7 +30,6 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> list[NumberBackend]:
 
 
 def trained(policy: PolicyTrainer, steps: int) -> PolicyTrainer:
-    """The same policy after some steps of two groups."""
     found = scored(2 * STEPS)
     for _ in range(steps):
         step = policy.step()
@@ -78,7 +77,6 @@ def test_a_snapshot_within_a_version_comes_from_the_recorded_weights_of_its_begi
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    """Checkpoints after one and two steps."""
     store = open_store(config_of(tmp_path), RUN)
     assert store is not None
     policy = PolicyTrainer.open(config_of(), steps=STEPS)
@@ -132,7 +130,6 @@ def test_a_model_that_was_half_replaced_is_loaded_anew(
 
 
 def first_step(groups: list[Group], *, recorded_ends: tuple[int, ...] | None = None) -> Entry:
-    """The ledger's entry of a step over these groups."""
     policy = PolicyTrainer.open(config_of(), steps=STEPS)
     step = policy.step(recorded_ends=recorded_ends)
     for group in groups:

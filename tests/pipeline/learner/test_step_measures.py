@@ -15,7 +15,6 @@ pytest.importorskip("torch")
 
 
 def with_samples(group: Group, *, lengths: tuple[int, ...], rewards: tuple[float, ...], finishes: tuple[str, ...]) -> Group:
-    """The group with other samples."""
     made = [
         replace(sample, reward=reward, rollout=replace(sample.rollout, token_ids=np.arange(length, dtype=np.int32), finish=finish))
         for sample, length, reward, finish in zip(group.samples, lengths, rewards, finishes, strict=True)

@@ -19,7 +19,6 @@ REWARDS = (1.0, 0.0, 1.0, 0.0)
 
 
 def drawn(finishes: tuple[str, ...] = ("stop",) * 4) -> list[rollouts.Rollout]:
-    """The samples of one group, with these finish reasons."""
     records = [record for record in RecordBuilder().group(list(REWARDS), version=3) if record.topic.endswith(".rollouts")]
     return [replace(rollouts.decode(record.value), finish=finish) for record, finish in zip(records, finishes, strict=True)]
 

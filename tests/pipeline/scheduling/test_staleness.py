@@ -69,7 +69,6 @@ class Backend:
 
 
 def measured(*found: Group) -> Mapping[str, float]:
-    """What a step of version 5 says of these groups."""
     pytest.importorskip("torch")
     from penstock.pipeline.learner.train_step import Objective, Step
 

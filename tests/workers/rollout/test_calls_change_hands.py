@@ -80,7 +80,6 @@ class Site:
         return [replies.read(record, run=RUN)[1].key for record in records_of(self.log, f"{RUN}.replies")]
 
     def join(self) -> None:
-        """One more worker."""
         self._started += 1
         session = Session(
             run=RUN, role="rollout", worker=f"rollout-{self._started}", log=self.log, record=RECORD, config=CONFIG,

@@ -68,14 +68,12 @@ class Site:
         self._started = 0
 
     def prompt(self, partition: int) -> None:
-        """The next group, in a partition."""
         group, self.groups = self.groups, self.groups + 1
         ids = np.array([5, 6, 7 + group], dtype=np.int32)
         prompt = prompt_of(group, samples_per_prompt=SAMPLES, token_ids=ids)
         self.log.transactions("feeder").commit([outgoing(prompts, prompt, run=RUN, partition=partition, key=b"")])
 
     def join(self, *, capacity: int = 1) -> GroupWorker:
-        """One more worker."""
         self._started += 1
         session = Session(
             run=RUN, role="rollout", worker=f"rollout-{self._started}", log=self.log, record=RECORD, config=CONFIG,

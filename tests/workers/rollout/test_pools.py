@@ -56,7 +56,6 @@ def drawn_by(log: Log, run: str = RUN) -> dict[int, set[str]]:
 
 
 def hard_groups(log: Log, run: str = RUN) -> set[int]:
-    """Groups whose prompt is hard."""
     asked = [prompts.read(record, run=run)[1] for record in records_of(log, f"{run}.prompts")]
     return {prompt.group for prompt in asked if json.loads(prompt.columns)["level"] == "hard"}
 
@@ -112,6 +111,5 @@ def test_the_work_of_a_pool_that_is_killed_moves_to_its_fallback_and_the_weights
 
 
 def feeder_says(worker_set: WorkerSet) -> str | None:
-    """What the feeder does by its own report."""
     feeder = load(worker_set.log, worker_set.run).workers.get("feeder")
     return None if feeder is None else feeder.labels.get("doing")

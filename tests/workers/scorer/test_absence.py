@@ -36,7 +36,6 @@ class Away:
         self.scorer.turn()
 
     def passes(self, hours: float, *, reporting: bool) -> None:
-        """Let time pass."""
         for _ in range(int(hours * 3600 / TURN_S)):
             self.now_s += TURN_S
             if reporting:

@@ -35,7 +35,6 @@ class Owners:
         self.assign()
 
     def assign(self) -> None:
-        """A new owner begins."""
         prompts, rollouts, metadata = self.committed
         self.owner = PartitionGroups(0, rollouts_position=rollouts)
         self.owner.start(prompts=prompts, metadata=metadata)
@@ -84,7 +83,6 @@ class Owners:
                 self.orphans.append(group.group)
 
     def finish(self) -> None:
-        """Take everything that is there."""
         while self.owner.prompts_position < len(self.prompts) or self.owner.rollouts_position < len(self.rollouts):
             self.prompt()
             self.sample()

@@ -38,7 +38,6 @@ def scorer() -> Scorer:
 
 
 def take(scorer: Scorer, offset: int, *samples: Rollout) -> Record:
-    """Let it read a record of these samples."""
     record = stored(outgoing(rollouts, *samples, run=RUN, key=b"3"), offset)
     scorer._received(record)
     return record

@@ -43,7 +43,6 @@ def whole_run(builder: RecordBuilder) -> list[Any]:
 
 
 def points_of(lines: list[dict[str, Any]]) -> Counter[tuple[str, int, float]]:
-    """The points of steps."""
     rows = [line for line in lines if line["kind"] == "step"]
     return Counter((name, row["step"], round(value, 5)) for row in rows for name, value in row.items() if name.startswith("train/"))
 

@@ -66,7 +66,6 @@ def session_for(log: MemoryLog, *, stop: bool = False) -> Session:
 
 @pytest.fixture(autouse=True)
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the tracker said."""
     lines: list[str] = []
     monkeypatch.setattr(Reporter, "notify", lambda _self, text: lines.append(text))
     return lines
@@ -95,7 +94,6 @@ WITHOUT_MLFLOW = {"mlflow": {"enabled": False}}
 
 
 def tracked(log: MemoryLog, *, stop: bool = False) -> Session:
-    """Follow a finished run without MLflow."""
     write(log, built(**WITHOUT_MLFLOW)[1])
     return follow(log, stop=stop)
 

@@ -63,7 +63,6 @@ class Story:
         return [json.loads(line) for line in self.file.read_text().splitlines()]
 
     def points(self) -> list[Point]:
-        """The points of the file."""
         found = []
         for line in self.lines():
             when = round(line["time"] * 1000)
@@ -120,7 +119,6 @@ def rows(database: Path, query: str) -> list[tuple[Any, ...]]:
 
 
 def count(database: Path, table: str) -> int:
-    """Rows of a table."""
     return next(iter(rows(database, f"select count(*) from {table}")), (0,))[0]
 
 

@@ -37,7 +37,6 @@ class Inbox(GroupInbox):
         super().__init__(run=RUN, schedule=schedule, dead_letter=letter, duplicate=self.duplicates.append, **more)
 
     def numbers(self, *, learner_version: int = 0) -> list[int]:
-        """The groups that can be taken now."""
         return [group.group for _, group in iter(lambda: self.take(learner_version=learner_version), None)]
 
 

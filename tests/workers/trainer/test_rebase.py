@@ -53,7 +53,6 @@ class NoisyBackend:
 
 @pytest.fixture
 def noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each trainer that is started has other noise."""
     ulps = itertools.count()
     monkeypatch.setattr(policy_trainer, "make_backend", lambda *given, **named: NoisyBackend(make_backend(*given, **named), next(ulps)))
 

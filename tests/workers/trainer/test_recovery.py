@@ -33,7 +33,6 @@ def log() -> MemoryLog:
 
 
 def values_of(log: MemoryLog, run: str) -> Mapping[str, float]:
-    """The last values that the trainer reported."""
     return load(log, run).workers["trainer"].values
 
 
@@ -85,7 +84,6 @@ def test_a_trainer_killed_at_or_after_a_checkpoint_ends_in_the_same_run(run_id, 
 
 
 def spoil(directory: Path) -> None:
-    """Flip one bit of the largest file."""
     file = max(directory.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1

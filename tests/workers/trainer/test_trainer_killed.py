@@ -45,7 +45,6 @@ def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 @pytest.fixture(scope="module")
 def undisturbed(run: Callable[[Log, str], None]) -> dict[str, Any]:
-    """What the run comes to when nobody dies."""
     log = MemoryLog()
     run(log, "undisturbed-alone")
     return trained(log, "undisturbed-alone")

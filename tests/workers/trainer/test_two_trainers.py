@@ -16,7 +16,6 @@ LIMIT_S = 120.0
 
 
 def signalled(container: "subprocess.Popen[str]", number: signal.Signals) -> None:
-    """Send a signal to what runs in a container."""
     for process in psutil.Process(container.pid).children(recursive=True):
         process.send_signal(number)
 

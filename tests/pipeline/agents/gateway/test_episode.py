@@ -54,7 +54,6 @@ def request(**columns: Any) -> EpisodeRequest:
 def play(
     tmp_path: Path, code: str, *, policy: Any = None, limits: Limits = LIMITS, says: list[str] | None = None, **columns: Any
 ) -> Trajectory:
-    """Run an agent's code to its end."""
     file = tmp_path / "agent.py"
     file.write_text(ASK + code, encoding="utf-8")
 

@@ -52,7 +52,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def described(record: RunRecord) -> MemoryLog:
-    """A log with a run of this description."""
     log = log_with()
     write(log, record)
     return log

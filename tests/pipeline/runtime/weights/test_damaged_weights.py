@@ -59,7 +59,6 @@ class Published:
             yield self.log.read(f"{RUN}.weights", partition, [offset])[0]
 
     def held(self, version: int) -> WeightCopy:
-        """A copy of the version before."""
         copy = WeightCopy()
         bring(copy, self.log, self.manifests, version - 1, run=RUN)
         return copy
