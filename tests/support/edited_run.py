@@ -14,7 +14,6 @@ from penstock.topics.wire import errors
 from penstock.topics.wire.record import Record
 from tests.support.listed_records import Listed, broken
 
-Objects = Any
 CODECS: Mapping[str, Any] = {
     "prompts": prompts,
     "rollouts": rollouts,
