@@ -62,21 +62,22 @@ def frame(
     delays a changed bottleneck, and is None for a single frame.
     """
     status = status or status_of(view)
-    slowest = bottleneck(view) if status in ("created", "running") else None
+    live = status in ("created", "running")
+    slowest = bottleneck(view) if live else None
     slowest = slowest if steady is None else steady.update(slowest, now_s=now_s)
     ended = end_reason(closing(view).get("reason"))
     parts: list[RenderableType] = [Text(f"{status}: {ended}")] if ended else []
-    parts += [_learning(view, width=width - BORDER), _progress(view, now_s=now_s, over=status not in ("created", "running"))]
+    parts += [_learning(view, width=width - BORDER), _progress(view, now_s=now_s, over=not live)]
     if slowest is not None:
         parts.append(Text.assemble((named(slowest.who), "bold"), (f" ({slowest.why})", "dim")))
     parts += _held_out(view)
-    parts.append(_health(view, outage_s=outage_s))
+    parts.append(_health(view, outage_s=outage_s, live=live))
     errors, steps = figures.failures(view)[:FAILURES], [view.steps[step] for step in sorted(view.steps)]
     measured = {"practice": figures.practice(steps), "ess": figures.ess(steps), "missing_rewards": missing_rewards(view)[:FAILURES]}
     causes = [*attention({**measured, "failures": ()}), *map(str, wastes(view, last=RECENT_GROUPS))]
     parts += [Text(cause, style="yellow") for cause in causes]
     parts += [Text(completion.line(width - BORDER), style="dim", no_wrap=True, overflow="ellipsis") for completion in completions]
-    absent = missing(view, now_s=now_s, silent=silent) if status in ("created", "running") else []
+    absent = missing(view, now_s=now_s, silent=silent) if live else []
     parts += [Text(f"not here: {', '.join(absent)}", style="yellow")] if absent else []
     parts += [Text(error, style="red") for error in errors]
     rows = max(4, height - HEADER_LINES - 2 * len(causes) - len(completions) - bool(absent) - 2 * len(errors))
@@ -213,7 +214,7 @@ def _episodes(view: RunView) -> list[str]:
     return [f"{figures['turns_mean']:.1f} turns", f"environment {1000 * figures['environment_s_mean']:.0f} ms", *broken]
 
 
-def _health(view: RunView, *, outage_s: float) -> Text:
+def _health(view: RunView, *, outage_s: float, live: bool) -> Text:
     """Return the line with version, lag, engines and dead letters, or about an outage of the broker."""
     if outage_s > 1.0:
         return Text(f"the broker has not responded for {outage_s:.0f} s; all workers wait, and nothing is lost", style="red")
@@ -230,7 +231,7 @@ def _health(view: RunView, *, outage_s: float) -> Text:
         parts.append(f"batch {engines['occupancy']:.0%} full")
     parts += _episodes(view)
     text = Text(" · ".join(parts))
-    if not recent_steps(view) and not has_ended(view):
+    if live and not recent_steps(view):
         loading = [worker.worker for worker in ordered(view) if not worker.ended and activity_of(worker.labels) == Activity.START]
         text.append(f" · starting, not ready yet: {', '.join(loading)}" if loading else " · starting", style="dim")
     if view.dead_letters:

@@ -134,13 +134,13 @@ def warnings(report: Mapping[str, Any]) -> list[str]:
 
 def attention(report: Mapping[str, Any]) -> list[str]:
     """Return a sentence per problem of the samples or a worker, with the configuration key that may solve it."""
-    truncated, ess, lines = report["practice"]["truncated_last"], report["ess"]["mean"], list(report["missing_rewards"])
+    truncated, ess, lines = report["practice"]["truncated_last"], report["ess"]["mean"], [*report["failures"], *report["missing_rewards"]]
     if truncated is not None and truncated > TRUNCATED:
         cut = f"{percent(truncated)} of the last step's samples are truncated, and a cut-off answer counts as wrong"
         lines.append(f"{cut}: raise sampling.max_new_tokens")
     if ess is not None and ess < LOW_ESS:
         lines.append(f"the effective sample size is {ess:.2f}: lower schedule.max_lag or trainer.lr, or set algorithm.correction")
-    return [*lines, *report["failures"]]
+    return lines
 
 
 def next_steps(report: Mapping[str, Any]) -> list[str]:

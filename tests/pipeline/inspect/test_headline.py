@@ -74,7 +74,7 @@ def test_what_needs_attention_says_which_setting_may_help_and_is_the_same_on_the
         step.metrics.update(truncated_share=0.9, ess=0.1)
     report = summarise(view)
     lines = attention(report)
-    assert [piece in line for piece, line in zip(("max_new_tokens", "max_lag", "no GPU"), lines, strict=True)] == [True] * 3
+    assert [piece in line for piece, line in zip(("no GPU", "max_new_tokens", "max_lag"), lines, strict=True)] == [True] * 3
     page, text = run_facts(view, report, now_s=1.0)["attention"], " ".join(as_text(report).split())
     assert page[:3] == lines and all(line in text for line in lines)
 

@@ -312,6 +312,7 @@ def test_a_resumed_run_shows_no_bottleneck_and_no_rate_of_the_steps_before_it_wa
     assert bottleneck(state) is None and "starting" in shown(state)
     state.workers["rollout-0"].labels["activity"] = "start"
     assert "starting, not ready yet: rollout-0" in shown(state)
+    assert "starting" not in shown(state, status="stopped")
 
 
 def test_a_bottleneck_that_changes_at_every_look_is_shown_as_one_until_another_has_held() -> None:
