@@ -88,11 +88,11 @@ class MissingRewards:
     causes: dict[str, tuple[int, int, str]] = field(default_factory=dict)
     """Cause -> samples, group, reason."""
 
-    def add(self, group: int, reasons: Iterable[str]) -> list[str]:
-        """Count samples of a group, one for each reason; return the reasons that are the first of their cause."""
+    def add(self, group: int, reasons: Iterable[str | None]) -> list[str]:
+        """Count samples of a group, one for each reason, None if no function failed; return the reasons that are the first of a cause."""
         first = []
-        for reason in reasons:
-            cause = fault_of(reason)
+        for failure in reasons:
+            cause = fault_of(reason := failure or NO_FUNCTION)
             cause = cause if cause in self.causes or len(self.causes) < MOST_CAUSES else "others"
             first += [] if cause in self.causes else [reason]
             samples, first_group, first_reason = self.causes.get(cause, (0, group, reason))

@@ -5,22 +5,14 @@ Only the scorer that owns a partition decides how a group ends. A broken reward 
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.infra.log import Assigned, Member, Records, Revoked, Transactions
 from penstock.infra.sandbox.timed_pool import Done, Failed
 from penstock.pipeline.data.tokenization import Decoder
 from penstock.pipeline.rewards.functions import Score
-from penstock.pipeline.rewards.scoring import (
-    NO_FUNCTION,
-    FaultCount,
-    MissingRewards,
-    RewardPool,
-    group_of,
-    group_outcome,
-    payload_of,
-    reward_pool,
-)
+from penstock.pipeline.rewards.scoring import FaultCount, MissingRewards, RewardPool, group_of, group_outcome, payload_of, reward_pool
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.topic_reader import POISON, read_to_current_end
@@ -305,7 +297,7 @@ class Scorer:
             return self._group(group, "failed", result.reason, ())
         score, samples = Score.of(result.result), group.ordered()
         self._faults.partly(score.broken.values(), len(score.rewards))
-        self._count_missing(group, [score.broken.get(n, NO_FUNCTION) for n, reward in enumerate(score.rewards) if reward is None])
+        self._count_missing(group, [score.broken.get(n) for n, reward in enumerate(score.rewards) if reward is None])
         reporter = self.session.reporter
         reporter.add("groups")
         reporter.add("reward_s", result.seconds)
@@ -316,7 +308,7 @@ class Scorer:
         record = self._group(group, outcome.outcome, outcome.reason, outcome.samples)
         return replace(record, reward_ns=round(1e9 * result.seconds), metrics=outcome.metrics)
 
-    def _count_missing(self, group: OpenGroup, reasons: list[str]) -> None:
+    def _count_missing(self, group: OpenGroup, reasons: Sequence[str | None]) -> None:
         """Count samples without a reward for the report, and print a warning at the first of each cause."""
         reporter = self.session.reporter
         for reason in self._missing.add(group.group, reasons):

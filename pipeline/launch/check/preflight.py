@@ -8,7 +8,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from penstock.infra.backends.hardware import driver_problem, driver_version, library_cuda, torch_cuda, visible_gpus
 from penstock.infra.errors import PenstockError
 from penstock.infra.sandbox.spawn import ChildError, ChildRules
-from penstock.infra.sandbox.timed_pool import ChildPool, Failed
+from penstock.infra.sandbox.timed_pool import ChildPool, Done, Failed
 from penstock.infra.tensors.parameter_count import parameters
 from penstock.pipeline.algorithms.advantages import LOW, RewardScale, zero_variance
 from penstock.pipeline.config.load import Config, ConfigError, from_json, to_json
@@ -139,7 +139,8 @@ def _samples(config: Config, info: Mapping[str, Any], note: Tell, notify: Callab
     rows = rows_of(config)
     groups = [[sample for sample in samples if sample["row"] == number] for number in range(len(rows))]
     texts, ids, played = ([[sample[name] for sample in group] for group in groups] for name in ("completion", "token_ids", "episode"))
-    scores = score(config, rows, texts, ids, [None if None in episodes else episodes for episodes in played])
+    episodes = (None if None in each else each for each in played)
+    scores = score(config, zip(rows, texts, ids, episodes, strict=True))
     for group, row, scored in zip(groups, rows, scores, strict=True):
         for sample, reward in zip(group, scored.rewards, strict=False):  # a single sample was scored twice
             sample["reward"], sample["answer"] = reward, row.columns.get("answer")
@@ -243,52 +244,44 @@ def generate(config: Config, environment: Mapping[str, str]) -> dict[str, Any]:
     """
     init, limit_s = {"config": to_json(config), "environment": dict(environment)}, GENERATE_LIMIT_S
     with ChildPool[int](CHILD, size=1, init=init, timeout_s=limit_s, retries=0, start_timeout_s=limit_s, rules=_ENGINE) as pool:
-        return dict(_result(pool, {}, what="generating"))
+        ended = _ended(pool, {})
+    if isinstance(ended, Failed):
+        raise PenstockError(f"generating: {ended.reason}")
+    return dict(ended.result)
 
 
-def score(
-    config: Config,
-    rows: Sequence[Row],
-    completions: Sequence[Sequence[str]],
-    token_ids: Sequence[Sequence[Any]],
-    episodes: Sequence[Any],
-    *,
-    at_least: int | None = None,
-) -> list[rewards.Score]:
-    """Score completions of each row as the run's scorer does. With `at_least`, rows after that many are left out once `TRY_S` are over.
+Tried = tuple[Row, Sequence[str], Sequence[Any], Sequence[Any] | None]
+"""A row, completions of its prompt, the token ids of each, and their episodes, if any."""
+
+
+def score(config: Config, groups: Iterable[Tried], *, at_least: int | None = None) -> list[rewards.Score]:
+    """Score groups of completions as the run's scorer does. With `at_least`, groups after that many are left out once `TRY_S` are over.
 
     Raises `PenstockError` if a reward fails, except for an empty completion, and with `reward.on_error = "drop"` only if it fails for all
-    of the first rows.
-    """  # fmt: skip
-    reward, renderer, scores = config.reward, Renderer.of(config), list[rewards.Score]()
-    steps, started = config.run.steps or 1, time.monotonic()
-    pool = reward_child.reward_pool(
-        reward, max_steps=steps, max_completion_length=config.max_completion_tokens, by_source=config.data.rewards
-    )
-    with pool:
-        for row, texts, ids, played in zip(rows, completions, token_ids, episodes, strict=True):
+    of the first groups.
+    """
+    reward, renderer, scores, started = config.reward, Renderer.of(config), list[rewards.Score](), time.monotonic()
+    settings: dict[str, Any] = {"max_completion_length": config.max_completion_tokens, "by_source": config.data.rewards}
+    with reward_child.reward_pool(reward, max_steps=config.run.steps or 1, **settings) as pool:
+        for row, completions, ids, played in groups:
             if at_least is not None and len(scores) >= at_least and time.monotonic() - started > TRY_S:
                 break
-            failing = len(scores) == FAILING_ROWS and all(0 in score.broken for score in scores)
-            copies = COPIES if len(texts) == 1 else 1
+            copies = COPIES if len(completions) == 1 else 1
+            texts = list(completions) * copies
             payload = reward_child.payload(
-                list(texts) * copies, prompt=renderer.render(row)[0], columns=row.columns, completion_ids=list(ids) * copies,
+                texts, prompt=renderer.render(row)[0], columns=row.columns, completion_ids=list(ids) * copies,
                 messages=row.messages if played is None else renderer.messages(row), episodes=played and list(played) * copies,
             )  # fmt: skip
-            what, strict = f"the reward of {row.origin}", reward.on_error == "stop" or failing
-            try:
-                scored = rewards.Score.of(_result(pool, payload, what=what))
-            except PenstockError as error:
-                if strict:
-                    raise
-                scored = rewards.Score(rewards=(None,) * len(texts), components=(), broken=dict.fromkeys(range(len(texts)), str(error)))
-            else:
-                empty = {number for number in scored.broken if not texts[number % len(texts)]}
-                reasons = {n: f"{what}{' for an empty completion' * (n in empty)}: {reason}" for n, reason in scored.broken.items()}
-                if strict and (failed := scored.broken.keys() - empty):
-                    raise PenstockError(reasons[min(failed)])
-                scored = replace(scored, broken=reasons)
-            scores.append(scored)
+            ended = _ended(pool, payload)
+            scored = (
+                rewards.Score(rewards=(None,) * len(texts), components=()) if isinstance(ended, Failed) else rewards.Score.of(ended.result)
+            )
+            broken = dict.fromkeys(range(len(texts)), ended.reason) if isinstance(ended, Failed) else scored.broken
+            where = {n: f"the reward of {row.origin}{'' if texts[n] else ' for an empty completion'}" for n in broken}
+            strict = reward.on_error == "stop" or (len(scores) == FAILING_ROWS and all(0 in score.broken for score in scores))
+            scores.append(replace(scored, broken={n: f"{where[n]}: {reason}" for n, reason in broken.items()}))
+            if strict and (failed := [n for n in broken if texts[n]]):
+                raise PenstockError(scores[-1].broken[failed[0]])
     return scores
 
 
@@ -300,15 +293,13 @@ def try_rewards(config: Config, rows: Sequence[Row], note: Tell) -> list[float]:
     """
     decoder, texts = Decoder(config.model.path), [_own_reference(row) for row in rows]
     pairs = swapped(rows, texts)
-    tried = [*(rows[own] for own, _ in pairs), *rows]
-    completions = [[text, ""] for text in (*(texts[other] for _, other in pairs), *texts)]
-    ids = [[decoder.encode(text) or [0] for text in group] for group in completions]
-    at_least = len(pairs) + max([MOST_KINDS, *(own + 1 for own, _ in pairs)])
-    scores = score(config, tried, completions, ids, [None] * len(tried), at_least=at_least)
+    tried = [*((rows[own], texts[other]) for own, other in pairs), *zip(rows, texts, strict=True)]
+    groups: Iterable[Tried] = ((row, [text, ""], [decoder.encode(text) or [0], [0]], None) for row, text in tried)
+    scores = score(config, groups, at_least=len(pairs) + max([MOST_KINDS, *(own + 1 for own, _ in pairs)]))
     if failed := _failures(scores):
         note("warning", failed)
     wrong, scores = [score.rewards[0] for score in scores[: len(pairs)]], scores[len(pairs) :]
-    refuse_reversed(tried[: len(pairs)], [scores[own].rewards[0] for own, _ in pairs], wrong)
+    refuse_reversed([rows[own] for own, _ in pairs], [scores[own].rewards[0] for own, _ in pairs], wrong)
     right = [score.rewards[0] for row, score in zip(rows, scores, strict=False) if row.columns.get("answer") is not None]
     of = f"the reference answers of {len(right)} rows" if right else f"the prompts of {len(scores)} rows, which have no reference answers"
     note("reward", f"of {of}: {_span(earned := right or [score.rewards[0] for score in scores])}")
@@ -426,15 +417,13 @@ def _generate(config: Config, engine: Any) -> dict[str, Any]:
     return {"samples": samples, "generate_s": generate_s, "training_s": _training_s(config, samples)}
 
 
-def _result(pool: ChildPool[int] | reward_child.RewardPool[Any], payload: Mapping[str, Any], *, what: str) -> Any:
-    """The result of one call of a child process. Raises `PenstockError`, whose message starts with `what`, and `ConfigError` for a key."""
+def _ended(pool: ChildPool[int] | reward_child.RewardPool[int], payload: Mapping[str, Any]) -> Done[int] | Failed[int]:
+    """The end of one call of a child process. Raises `PenstockError` if the process fails, and `ConfigError` for a key."""
     pool.submit(0, dict(payload))
     try:
         while True:
             for ended in pool.poll(1.0):
-                if isinstance(ended, Failed):
-                    raise PenstockError(f"{what}: {ended.reason}")
-                return ended.result
+                return ended
     except ChildError as error:
         text = str(error).partition(": ")[2] or str(error)
         raise (ConfigError if text.startswith("reward.functions: ") else PenstockError)(text) from error

@@ -33,13 +33,10 @@ class RowReader:
         self._config, self._notify, self.renderer = config, notify, Renderer.of(config)
         self.replaced = ReplacedText()
         self.kinds: list[Row] = []
-        """Training rows that the reward functions are to be tried on: the first of each source, and one of each further kind.
-
-        Includes a row with another reference than the first row, if there is one."""
+        """Training rows that the reward functions are to be tried on: the first of each source, and one of each further kind."""
         self.spread: list[Row] = []
         """Further training rows to try them on, at equal distances in the data."""
         self._seen: set[object] = set()
-        self._same_reference = True
         self._noted: set[str] = set()
         self._further, self._read, self._total, self._due_s = 0, 0, 0, time.monotonic() + PROGRESS_EVERY_S
 
@@ -92,11 +89,9 @@ class RowReader:
             self._notify(text)
 
     def _keep_kind(self, row: Row) -> None:
-        """Keep a row to try the reward functions on: the first rows, the first with another reference, the first of each kind."""
+        """Keep a row to try the reward functions on: the first rows, and the first of each kind."""
         kind = row.prompt is None, frozenset((name, type(value)) for name, value in row.columns.items())
-        varies = self._same_reference and self.kinds and row.columns.get("answer") not in (None, self.kinds[0].columns.get("answer"))
-        self._same_reference = self._same_reference and not varies
-        first = row.index < PER_SOURCE or bool(varies)
+        first = row.index < PER_SOURCE
         if first or (kind not in self._seen and self._further < MOST_KINDS):
             self.kinds.append(row)
             self._further += not first

@@ -116,8 +116,8 @@ def test_rewards_are_tried_on_the_first_rows_and_on_one_of_each_kind(read: Read)
 def test_rewards_are_tried_on_two_rows_whose_answers_differ_wherever_these_are(read: Read, same: int) -> None:
     many = [*[{"prompt": "p", "answer": "yes"}] * same, {"prompt": "q", "answer": "no"}, {"prompt": "r", "answer": "no"}]
     reader, _ = read(many, reward="rew.py:free")
-    assert {row.columns["answer"] for row in reader.kinds} == {"yes", "no"}
-    assert len(reader.kinds) <= rows.PER_SOURCE + 1
+    assert {row.columns["answer"] for row in (*reader.kinds, *reader.spread)} == {"yes", "no"}
+    assert len({row.origin for row in (*reader.kinds, *reader.spread)}) == len(reader.kinds) + len(reader.spread)
 
 
 def test_columns_that_no_reward_gets_or_that_have_a_name_of_the_run_are_told_once(read: Read, tmp_path: Path) -> None:
