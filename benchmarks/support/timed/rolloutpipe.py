@@ -121,7 +121,7 @@ def compared(rounds: Sequence[Round]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows for the page."""
+    """The settings for which the paper gives a saving, for the page."""
     heads = (
         "setting", "paper: saving", "simulator", "CGP", "CGP + FGD", "8 rows", "attainable",
         "waiting, synchronous", "CGP + FGD", "8 rows",
@@ -133,6 +133,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             *(f"{row['waiting'][name]:.0%}" for name in (SYNCHRONOUS, FRONTIER, NARROW)),
         ]
         for row in rows
+        if row["paper"] != "-"
     ]  # fmt: skip
     return pages.markdown(heads, lines)
 
