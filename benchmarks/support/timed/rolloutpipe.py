@@ -121,7 +121,7 @@ def compared(rounds: Sequence[Round]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The settings for which the paper gives a saving, for the page."""
+    """The settings whose published saving is in our extract, for the page."""
     heads = (
         "setting", "paper: saving", "simulator", "CGP", "CGP + FGD", "8 rows", "attainable",
         "waiting, synchronous", "CGP + FGD", "8 rows",
