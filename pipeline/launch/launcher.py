@@ -20,7 +20,7 @@ from penstock.infra.paths import run_directory, state_directory
 from penstock.pipeline.config.load import Config, from_json, to_json
 from penstock.pipeline.config.resume import changed
 from penstock.pipeline.inspect.report.summary import REPORTS, Progress, collect, remove_reports
-from penstock.pipeline.inspect.run_status import closing, steps_planned
+from penstock.pipeline.inspect.run_status import closing, status_of, steps_planned
 from penstock.pipeline.launch.broker_keeper import BrokerKeeper, connect
 from penstock.pipeline.launch.check.changes import with_changes
 from penstock.pipeline.launch.check.preflight import check, important
@@ -185,6 +185,7 @@ class Watching:
         """Read new records and restart crashed workers. Returns a `Failure` if a restart cannot help."""
         self.view.poll(TURN_S)
         now_s, view = time.monotonic(), self.view.view
+        self.view.status = "running" if status_of(view) == "stopped" else None  # the log has that of before a resumption
         abandoned = self.broker.check(now_s=now_s)
         if abandoned is not None:
             return Failure(abandoned)
