@@ -18,6 +18,7 @@ import pytest
 from hypothesis import settings
 
 from penstock.infra.broker import embedded
+from penstock.infra.engines.packages import MEDIA, left_out
 from tests.support import class_archive
 from tests.support.bare_clients import python_client
 from tests.support.signals import guard_this_process
@@ -190,6 +191,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "unit" or collection_path.suffix != ".py":
         return None
     return WHOLLY_COSTLY.search(collection_path.read_text(encoding="utf-8")) is not None or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Test files import transformers as the engines do: with all that it can find, an eighth of the imports would be scipy and its like."""
+    with left_out(*MEDIA):
+        return (yield)
 
 
 def pytest_collection_finish() -> None:
