@@ -158,12 +158,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     full = next((row["step_s"] for row in rows if row["variant"] == FULL), statistics.fmean(row["step_s"] for row in rows))
     lines = [
         [
-            row["variant"], f"{row['step_s']:.0f}", f"{row['step_s'] / full:.2f}", row["published"], f"{row['lag_mean']:.2f}",
-            f"{row['reward_utilisation']:.0%}",
+            row["variant"], f"{row['step_s']:.0f}", f"{row['step_s'] / full:.2f}", row["published"], f"{row['waiting']:.0%}",
+            f"{row['lag_mean']:.2f}", f"{row['reward_utilisation']:.0%}", str(row["stale"]),
         ]
         for row in rows
     ]  # fmt: skip
-    heads = ("", "step s", "of all rules", "paper", "mean lag", "reward service used")
+    heads = ("", "step s", "of all rules", "paper", "trainer waits", "mean lag", "reward service used", "groups aborted or stale")
     return pages.markdown(heads, lines)
 
 

@@ -121,19 +121,19 @@ def compared(rounds: Sequence[Round]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The settings whose published saving is in our extract, for the page."""
+    """The rows for the page."""
     heads = (
-        "setting", "paper: saving", "simulator", "CGP", "CGP + FGD", "8 rows", "attainable",
-        "waiting, synchronous", "CGP + FGD", "8 rows",
+        "setting", "paper: saving", "simulator", "CGP", "CGP + FGD", "8 rows", "attainable", "share reached",
+        "waiting, synchronous", "CGP + FGD", "8 rows", "first dispatch s, CGP", "CGP + FGD", "8 rows",
     )  # fmt: skip
     lines = [
         [
             f"{row['workload']} R={row['groups']}", row["paper"], f"{row['simulated'][FRONTIER]:.1%}",
             *(f"{row['saving'][name]:.1%}" for name in (COMPLETE, FRONTIER, NARROW)), f"{row['bound']:.1%}",
-            *(f"{row['waiting'][name]:.0%}" for name in (SYNCHRONOUS, FRONTIER, NARROW)),
+            f"{row['saving'][NARROW] / row['bound']:.0%}", *(f"{row['waiting'][name]:.0%}" for name in (SYNCHRONOUS, FRONTIER, NARROW)),
+            *(f"{row['first_dispatch_s'][name]:.0f}" for name in (COMPLETE, FRONTIER, NARROW)),
         ]
         for row in rows
-        if row["paper"] != "-"
     ]  # fmt: skip
     return pages.markdown(heads, lines)
 
