@@ -1,6 +1,6 @@
 """What README and docs say is there is there: the tree, the commands and the files.
 
-`python tests/test_readme.py` rewrites the tree in CONTRIBUTING.md from the first sentence of each folder's docstring.
+`python tests/test_readme.py` rewrites the tree in README.md from the first sentence of each folder's docstring.
 """
 
 import ast
@@ -47,7 +47,7 @@ def gist(path: Path) -> str:
 
 
 def tree() -> str:
-    """The packages and the folders in them as CONTRIBUTING.md draws them: a folder, and the first clause of its docstring."""
+    """The packages and the folders in them as README.md draws them: a folder, and the first clause of its docstring."""
     lines: list[str] = []
     for name in PACKAGES:
         lines.append(f"{name + '/':<{WIDTH}} {gist(ROOT / name / '__init__.py')}")
@@ -61,8 +61,8 @@ def drawn(text: str) -> str:
     return text.partition(BEGIN)[2].partition(END)[0]
 
 
-def test_the_tree_for_contributors_is_the_one_on_disk() -> None:
-    assert drawn(DOCS[1].read_text(encoding="utf-8")) == tree(), "rewrite it with: python tests/test_readme.py"
+def test_the_tree_in_the_readme_is_the_one_on_disk() -> None:
+    assert drawn(DOCS[0].read_text(encoding="utf-8")) == tree(), "rewrite it with: python tests/test_readme.py"
 
 
 def test_the_tree_has_a_line_for_every_folder_at_the_top() -> None:
@@ -138,6 +138,6 @@ def test_every_key_in_the_table_for_readers_of_trl_exists() -> None:
 
 
 if __name__ == "__main__":
-    page = DOCS[1].read_text(encoding="utf-8")
-    before, after = page.partition(BEGIN)[0], page.partition(END)[2]
-    DOCS[1].write_text(before + BEGIN + tree() + END + after, encoding="utf-8")
+    readme = DOCS[0].read_text(encoding="utf-8")
+    before, after = readme.partition(BEGIN)[0], readme.partition(END)[2]
+    DOCS[0].write_text(before + BEGIN + tree() + END + after, encoding="utf-8")

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.support.command import ROOT
 from benchmarks.support.sample_path import observe
 
-PAGE = ROOT / "CONTRIBUTING.md"
+PAGE = ROOT / "docs" / "explanation" / "how-a-run-works.md"
 MOST_FILES = 41
 MOST_ROOMS = 16
 
@@ -18,7 +18,7 @@ MOST_ROOMS = 16
 def listed() -> list[str]:
     """The files that the page names, in its order."""
     section = PAGE.read_text(encoding="utf-8").split("\n## The way of a sample\n")[1].split("\n## ")[0]
-    return re.findall(r"\]\(([\w/]+\.py)\)", section)
+    return re.findall(r"\]\(\.\./\.\./([\w/]+\.py)\)", section)
 
 
 def room(file: str) -> str:

@@ -9,11 +9,10 @@ from typing import Any
 import pyarrow as pa
 
 from penstock.topics.wire.checked import is_name, require_whole
-from penstock.topics.wire.codec import Codec
+from penstock.topics.wire.codec import Codec, Format
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import Unusable, require
 from penstock.topics.wire.fields import column, fields_of, list_of
-from penstock.topics.wire.format import Format
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import RawHeaders, Record, RecordId
 

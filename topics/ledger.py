@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from penstock.topics.wire.checked import json_object, require_whole
-from penstock.topics.wire.codec import Codec
+from penstock.topics.wire.codec import Codec, Format
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import Unusable, require
 from penstock.topics.wire.fields import fields_of
-from penstock.topics.wire.format import Format
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.secrets import without_passwords
 

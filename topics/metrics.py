@@ -9,11 +9,10 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 from penstock.topics.wire.checked import require_names, require_whole, whole
-from penstock.topics.wire.codec import Codec
+from penstock.topics.wire.codec import Codec, Format
 from penstock.topics.wire.columns import Payload
 from penstock.topics.wire.errors import require
 from penstock.topics.wire.fields import fields_of
-from penstock.topics.wire.format import Format
 from penstock.topics.wire.headers import Headers
 
 SCHEMA = "metrics/1"

@@ -10,11 +10,10 @@ from typing import Any, Literal, get_args
 
 from penstock.topics.catalogue import is_run_id
 from penstock.topics.wire.checked import MAX_COUNT, json_object, require_whole
-from penstock.topics.wire.codec import Codec
+from penstock.topics.wire.codec import Codec, Format
 from penstock.topics.wire.columns import Payload
 from penstock.topics.wire.errors import require
 from penstock.topics.wire.fields import fields_of
-from penstock.topics.wire.format import Format
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record
 from penstock.topics.wire.secrets import without_passwords

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.topics.wire.checked import require_whole
-from penstock.topics.wire.codec import Codec
+from penstock.topics.wire.codec import Codec, Format
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import require
 from penstock.topics.wire.fields import fields_of
-from penstock.topics.wire.format import Format
 from penstock.topics.wire.headers import Headers, match, read_headers
 from penstock.topics.wire.record import Record
 

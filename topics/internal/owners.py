@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from penstock.topics.wire.checked import require_names, require_whole
-from penstock.topics.wire.codec import Codec
+from penstock.topics.wire.codec import Codec, Format
 from penstock.topics.wire.columns import Payload
 from penstock.topics.wire.errors import require
 from penstock.topics.wire.fields import fields_of
-from penstock.topics.wire.format import Format
 from penstock.topics.wire.headers import Headers
 
 SCHEMA = "owners/1"

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.topics.wire.checked import require_names, require_whole
-from penstock.topics.wire.codec import Codec
+from penstock.topics.wire.codec import Codec, Format
 from penstock.topics.wire.columns import Int32s, Payload
 from penstock.topics.wire.errors import require
 from penstock.topics.wire.fields import ByValue, fields_of
-from penstock.topics.wire.format import Format
 from penstock.topics.wire.headers import Headers
 
 SCHEMA = "calls/1"

@@ -4,14 +4,19 @@ Decoding raises only `Unusable(kind="undecodable")`. All buffers are validated b
 bytes can claim to be gigabytes."""
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
 
-from penstock.topics.wire.columns import Payload, Row, columns_of, read_rows
+from penstock.topics.wire.columns import Payload, Row, as_row, columns_of, read_rows
 from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.headers import Headers, match, one_of, read_headers
+from penstock.topics.wire.record import Record
+
+T = TypeVar("T")
 
 _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 _MALFORMED = (pa.ArrowException, ValueError, TypeError, LookupError, OverflowError, OSError, MemoryError, struct.error)
@@ -69,6 +74,35 @@ class Codec:
         if not 1 <= len(batch) <= self.max_rows:
             raise ValueError(f"{len(batch)} rows, expected {'one' if self.max_rows == 1 else f'1 to {self.max_rows}'}")
         return batch
+
+
+@dataclass(frozen=True, slots=True)
+class Format(Generic[T]):
+    """Records with one row, a dataclass `T`, as a topic carries them: payload and headers."""
+
+    codec: Codec
+    decode: Callable[[Payload], T]
+    facts: Callable[[T], dict[str, Any]]
+    """Row -> its header values by field of `Headers`, as far as `read` compares them with the headers."""
+    required: tuple[str, ...] = ()
+    """Names of required headers in addition to `run` and `schema`."""
+    outcomes: tuple[str, ...] | None = None
+    """Allowed values of the header `outcome`; None allows any."""
+
+    def encode(self, row: T) -> bytes:
+        """Return the payload of a row."""
+        return self.codec.encode(as_row(row))
+
+    def check(self, record: Record, *, run: str) -> Headers:
+        """Return the headers of a record of `run`, without decoding its payload. Raises `Unusable`."""
+        headers = read_headers(record.headers, record.value, run=run, schema=self.codec.name, required=self.required)
+        return headers if self.outcomes is None else one_of(headers, outcomes=self.outcomes)
+
+    def read(self, record: Record, *, run: str, checked: Headers | None = None) -> tuple[Headers, T]:
+        """Return headers and row of a record of `run`, which must agree; `checked` are its headers from `check`. Raises `Unusable`."""
+        headers, row = checked or self.check(record, run=run), self.decode(record.value)
+        match(headers, **self.facts(row))
+        return headers, row
 
 
 def is_compressed(metadata: Payload) -> bool:
