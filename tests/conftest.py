@@ -171,7 +171,7 @@ COSTLY = frozenset({"broker", "new_home", "tiny_model", "model_path", "model_dir
 """Fixtures that start a broker or a browser, load MLflow, or make a model: a test that uses one, directly or not, is no unit test."""
 HEAVY = frozenset({"transformers", "vllm", "deepspeed", "kafka"})
 """Values of parameters that stand for an engine, a backend or a broker that takes seconds to open."""
-STARTERS = frozenset({"subprocess", "child", "ChildPool"})
+STARTERS = frozenset({"subprocess", "child", "child_ended", "ChildPool"})
 """Names in a test's own code that start a process."""
 WHOLLY_COSTLY = re.compile(r"^pytestmark = .*pytest\.mark\.costly", re.MULTILINE)
 """A file without unit tests: `-m unit` does not import it, nor the libraries that it imports."""

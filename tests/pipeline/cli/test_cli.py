@@ -40,7 +40,7 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> str:
     return lines[-1]
 
 
-def ended(command: list[str], **environment: str) -> "subprocess.CompletedProcess[str]":
+def child_ended(command: list[str], **environment: str) -> "subprocess.CompletedProcess[str]":
     """The command, once it has ended, with these variables beside the environment's."""
     return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=180, check=False)
 
@@ -53,7 +53,7 @@ main(["--help"])
 loaded = [name for name in ("pydantic", "pyarrow", "kafka", "torch", "rich.live") if name in sys.modules]
 assert not loaded, loaded
 """
-    done = ended([sys.executable, "-c", code])
+    done = child_ended([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
 
 
@@ -68,7 +68,7 @@ needless = ("pyarrow.parquet", "pyarrow.compute", "jinja2", "duckdb", "confluent
 loaded = [name for name in needless if name in sys.modules]
 assert not loaded, loaded
 """
-    done = ended([sys.executable, "-c", code], PENSTOCK_HOME=str(tmp_path))
+    done = child_ended([sys.executable, "-c", code], PENSTOCK_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "the broker of this machine is not running" in done.stderr
 
@@ -77,7 +77,7 @@ assert not loaded, loaded
     ("line", "words"), [("penstock st", ["stop", "status"]), ("penstock status --fo", ["--follow"]), ("penstock runs r", ["rm"])]
 )
 def test_a_shell_completes_commands_and_options_by_the_script_that_show_completion_prints(line: str, words: list[str]) -> None:
-    done = ended(PENSTOCK, _PENSTOCK_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(line.count(" ")))
+    done = child_ended(PENSTOCK, _PENSTOCK_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(line.count(" ")))
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, words, "")
 
 
@@ -238,7 +238,7 @@ def test_ctrl_c_ends_with_130_and_no_traceback(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     command = " ".join(f"'{word}'" for word in PENSTOCK)
-    done = ended(["bash", "-o", "pipefail", "-c", f"{command} graph | true"])
+    done = child_ended(["bash", "-o", "pipefail", "-c", f"{command} graph | true"])
     assert (done.returncode, done.stderr) == (OK, "")
 
 
@@ -253,7 +253,7 @@ def test_a_command_of_another_name_is_named(capsys: pytest.CaptureFixture[str]) 
 
 def test_the_list_of_views_fits_80_columns_and_ends_without_a_word_on_stderr() -> None:
     console = "import sys; from penstock.pipeline.cli import console; sys.argv = ['penstock', 'sql', 'latest']; sys.exit(console())"
-    done = ended([sys.executable, "-c", console], COLUMNS="80")
+    done = child_ended([sys.executable, "-c", console], COLUMNS="80")
     assert (done.returncode, done.stderr) == (OK, "")
     assert "samples: group_id BIGINT" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -359,7 +359,7 @@ def test_a_password_on_the_command_line_or_in_the_configuration_is_refused_unsai
 
 
 def test_the_version_is_that_of_the_wheel() -> None:
-    done = ended([*PENSTOCK, "--version"])
+    done = child_ended([*PENSTOCK, "--version"])
     if done.returncode:
         pytest.skip("the wheel is not installed in this environment")
     assert done.stdout.startswith("penstock ")
