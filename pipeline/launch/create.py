@@ -85,7 +85,7 @@ def new_id(config: Config) -> str:
     return f"{slug}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def check_inputs(config: Config, *, notify: Callable[[str], None] = print) -> tuple[dict[str, Any], list[Row]]:
+def check_inputs(config: Config, *, notify: Callable[[str], None] = print) -> tuple[dict[str, Any], list[Row], list[Row]]:
     """Check data, model and user functions; return the run's info (rows, steps, digests), and rows to try the reward functions on.
 
     Raises what `create` raises; `notify` gets warnings.
@@ -138,7 +138,7 @@ def check_inputs(config: Config, *, notify: Callable[[str], None] = print) -> tu
         "digests": model_digests,
         "git": git_revision(),
     }
-    return info, [*reader.kinds, *reader.spread]
+    return info, reader.kinds, reader.spread
 
 
 def _check_architecture(config: Mapping[str, Any], *, directory: Path) -> None:

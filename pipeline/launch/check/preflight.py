@@ -87,7 +87,7 @@ def check(config: Config, *, tell: Tell, samples: bool, here: bool = True, notif
         check_devices(config)
     if here and config.model_directory.is_dir():
         check_engine(config)
-    info, rows = check_inputs(config, notify=notify)
+    info, kinds, spread = check_inputs(config, notify=notify)
     for name, text in arithmetic(config, rows=info["rows"]):
         note(name, text)
     count = parameters(config.model_directory)
@@ -96,7 +96,7 @@ def check(config: Config, *, tell: Tell, samples: bool, here: bool = True, notif
         check_disk(config, info, note)
     note("memory", memory_line(config))
     # Only an environment knows what an episode is worth.
-    earned = try_rewards(config, rows, note) if config.environment.source is None else []
+    earned = try_rewards(config, kinds, spread, note) if config.environment.source is None else []
     generated = _samples(config, info, note, notify) if samples else []
     sampled = [sample["reward"] for sample in generated if sample["reward"] is not None]
     if len(generated) >= ENOUGH and not sampled:
@@ -285,12 +285,13 @@ def score(config: Config, groups: Iterable[Tried], *, at_least: int | None = Non
     return scores
 
 
-def try_rewards(config: Config, rows: Sequence[Row], note: Tell) -> list[float]:
+def try_rewards(config: Config, kinds: Sequence[Row], spread: Sequence[Row], note: Tell) -> list[float]:
     """Score each row's reference, or its prompt if it has none, and an empty completion; two rows also with the reference of the other.
 
-    Passes the findings to `note`, and returns the rewards. Raises `PenstockError` if a reward fails, if no reference has one, or if wrong
-    references earn more.
+    Passes the findings to `note`, with the rewards of `kinds` one by one, and returns all rewards. Raises `PenstockError` if a reward
+    fails, if no reference has one, or if wrong references earn more.
     """
+    rows = [*kinds, *spread]
     decoder, texts = Decoder(config.model.path), [_own_reference(row) for row in rows]
     pairs = swapped(rows, texts)
     tried = [*((rows[own], texts[other]) for own, other in pairs), *zip(rows, texts, strict=True)]
@@ -301,11 +302,13 @@ def try_rewards(config: Config, rows: Sequence[Row], note: Tell) -> list[float]:
     wrong, scores = [score.rewards[0] for score in scores[: len(pairs)]], scores[len(pairs) :]
     refuse_reversed([rows[own] for own, _ in pairs], [scores[own].rewards[0] for own, _ in pairs], wrong)
     right = [score.rewards[0] for row, score in zip(rows, scores, strict=False) if row.columns.get("answer") is not None]
-    of = f"the reference answers of {len(right)} rows" if right else f"the prompts of {len(scores)} rows, which have no reference answers"
-    note("reward", f"of {of}: {_span(earned := right or [score.rewards[0] for score in scores])}")
-    if all(reward is None for reward in earned):
-        problem = f"no reward for {rows[0].origin}: every reward function returned None for {of}"
-        if right:
+    own = [score.rewards[0] for score in scores]
+    of = "the reference answers of {} rows" if right else "the prompts of {} rows, which have no reference answers"
+    all_rows = f"of {of.format(len(own))}: {_span(own)}; " if len(own) > len(kinds) else ""
+    note("reward", f"{all_rows}of {of.format(len(own[: len(kinds)]))}: {', '.join(map(_number, own[: len(kinds)]))}")
+    if all(reward is None for reward in own):
+        problem = f"no reward for {rows[0].origin}: every reward function returned None for {of.format(len(own))}"
+        if right and not any(score.scored for score in scores):
             raise PenstockError(problem)
         note("warning", f"{problem}; such samples are not trained")
     if low := unrewarded(right, wrong):

@@ -39,7 +39,9 @@ def arithmetic(config: Config, *, rows: int) -> list[tuple[str, str]]:
             f"and at most {ahead} groups are generated ahead",
         ),
         ("workers", f"{', '.join(workers)}; {config.partitions} partitions, broker {config.kafka.bootstrap}"),
-        ("devices", f"{config.rollout.engine} engine, {config.trainer.backend} trainer; {_gpus(config)}; threads: {threads(config)}"),
+        ("threads", threads(config)),
+        ("engine", f"{config.rollout.engine}; trainer {config.trainer.backend}"),
+        ("gpus", _gpus(config)),
         (
             "loss",
             f"{config.algorithm.loss}: advantage {config.advantage}, {config.aggregate}, clip {clip}, "

@@ -69,7 +69,7 @@ def test_a_sound_configuration_is_counted_and_its_reward_tried_on_the_answers(tm
     records, problem = found(configured(project(tmp_path)))
     assert problem is None
     assert records["data"].startswith("50 rows")
-    assert records["reward"] == "of the reference answers of 50 rows: all 1"
+    assert records["reward"] == "of the reference answers of 50 rows: all 1; of the reference answers of 2 rows: 1, 1"
 
 
 def test_a_created_run_has_as_many_partitions_for_chunks_of_weights_as_it_asks_for(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_reward_that_fails_for_one_row_or_for_an_empty_completion_is_told_with
     assert re.fullmatch(r"the reward of .*rows.jsonl:31: reward .*rew.py:right broke: ZeroDivisionError.*line 2\)", problem or "")
     assert "reward" not in records
     records, problem = found(configured(tmp_path, reward={"on_error": "drop"}))
-    assert problem is None and records["reward"] == "of the reference answers of 50 rows: all 1, 1 without a reward"
+    assert problem is None and records["reward"].startswith("of the reference answers of 50 rows: all 1, 1 without a reward; ")
     assert records["warning"].startswith("2 of 104 completions have no reward and would not be trained: the reward of ")  # and two pairs
     for fails, refused in ((FAILS_ONCE.format(0), False), ("return [1 / 0]", True)):
         (tmp_path / "rew.py").write_text(f"def right(completions, answer, **columns):\n    {fails}\n", encoding="utf-8")
@@ -147,7 +147,7 @@ def test_a_reward_that_fails_for_one_row_or_for_an_empty_completion_is_told_with
     (tmp_path / "rew.py").write_text(f"def right(completions, answer, **columns):\n    return {first_letter}\n", encoding="utf-8")
     for on_error in ("stop", "drop"):
         records, problem = found(configured(tmp_path, reward={"on_error": on_error}))
-        assert problem is None and records["reward"].endswith("50 rows: all 1")
+        assert problem is None and records["reward"].endswith("of 2 rows: 1, 1")
         assert "rows.jsonl:1 for an empty completion: reward " in records["warning"] and "IndexError" in records["warning"]
 
 
@@ -174,7 +174,7 @@ def test_async_rewards_and_several_with_weights_are_tried_as_one(
         assert re.search(problem, str(refused)) if problem else refused is None
         assert re.search(warning, records["warning"]) if warning else "warning" not in records
     if not problem:
-        assert records["reward"] == "of the reference answers of 50 rows: all 1.5"
+        assert records["reward"].endswith("of 2 rows: 1.5, 1.5")
 
 
 @pytest.mark.costly  # tries the reward in child processes
@@ -186,7 +186,7 @@ def test_a_reward_that_is_none_for_all_rows_is_refused_only_if_they_have_a_refer
     (tmp_path / "rew.py").write_text(f"def right(completions, **columns):\n    return {nones}\n", encoding="utf-8")
     records, problem = found(configured(tmp_path, data={"answer_field": ""}))
     assert problem is None
-    assert records["reward"] == "of the prompts of 50 rows, which have no reference answers: none"
+    assert records["reward"].endswith("of the prompts of 2 rows, which have no reference answers: none, none")
     assert records["warning"].endswith("for the prompts of 50 rows, which have no reference answers; such samples are not trained")
 
 
