@@ -1,7 +1,6 @@
 """Summary sentences of a report: whether the run learned, what went wrong, what to change next."""
 
 import itertools
-import json
 import math
 import statistics
 from collections import Counter
@@ -14,6 +13,9 @@ from penstock.pipeline.inspect.report.formats import percent
 from penstock.pipeline.inspect.run_status import config_of, reward_scale
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import GroupFacts
+from penstock.pipeline.runtime.reporting.log_lines import counted
+from penstock.topics.wire.checked import json_object
+from penstock.topics.wire.errors import Unusable
 
 TRUNCATED, LOW_ESS = 0.2, 0.5
 """Share of truncated samples above which, and effective sample size below which, a run needs attention."""
@@ -160,13 +162,22 @@ def missing_rewards(view: RunView) -> list[str]:
     """Return a sentence per cause for which samples have no reward, the most frequent first."""
     causes: dict[str, tuple[int, int, str]] = {}
     for text in view.missing_rewards.values():
-        for cause, (samples, group, reason) in json.loads(text).items():
+        for cause, samples, group, reason in _causes(text):
             before = causes.get(cause, (0, group, reason))
             causes[cause] = (before[0] + samples, *min(before[1:], (group, reason)))
     return [
-        f"{samples:,} sample{'s' * (samples != 1)} without a reward, first in group {group}: {reason}"
+        f"{counted(samples, 'sample')} without a reward, first in group {group}: {reason}"
         for samples, group, reason in sorted(causes.values(), reverse=True)
     ]
+
+
+def _causes(text: str) -> list[tuple[str, int, int, str]]:
+    """Parse a scorer's label: cause, samples, group and reason of each; [] for any other text, which a stranger may write to `metrics`."""
+    try:
+        causes = json_object(text, "missing_rewards")
+        return [(cause, int(samples), int(group), str(reason)) for cause, (samples, group, reason) in causes.items()]
+    except (Unusable, ValueError, TypeError, OverflowError):
+        return []
 
 
 def standard_error(curve: list[float]) -> float:

@@ -224,6 +224,16 @@ def test_samples_without_a_reward_are_said_by_cause_over_all_processes_of_the_sc
     assert all(line in " ".join(as_text(report_of(built), full=True).split()) for line in found)
 
 
+FOREIGN = [{"a": 1}, {"a": [1, 2]}, {"a": ["x", 0, "b"]}, {"a": [1e999, 0, "b"]}]
+
+
+@pytest.mark.parametrize("label", ["nonsense", "[]", "[" * 50_000, *map(json.dumps, FOREIGN)])
+def test_a_label_that_no_scorer_writes_is_no_reason(label: str) -> None:
+    builder = RecordBuilder(steps=1)
+    built = [*builder.whole(), builder.measured_by("scorer-0", labels={"missing_rewards": label})]
+    assert report_of(built)["missing_rewards"] == []
+
+
 def test_causes_that_name_something_new_each_time_are_counted_together_after_the_first_few() -> None:
     missing = MissingRewards()
     first = [reason for group in range(50) for reason in missing.add(group, [f"no {chr(97 + group)}", "no a"])]
