@@ -86,7 +86,9 @@ def new_id(config: Config) -> str:
 
 
 def check_inputs(config: Config, *, notify: Callable[[str], None] = print) -> tuple[dict[str, Any], list[Row], list[Row]]:
-    """Check data, model and user functions; return the run's info (rows, steps, digests), and rows to try the reward functions on.
+    """Check data, model and user functions; return the run's info (rows, steps, digests) and rows to try the reward functions on.
+
+    These are the first row of each kind, and further rows at equal distances in the data.
 
     Raises what `create` raises; `notify` gets warnings.
     """

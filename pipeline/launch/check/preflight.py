@@ -303,9 +303,10 @@ def try_rewards(config: Config, kinds: Sequence[Row], spread: Sequence[Row], not
     refuse_reversed([rows[own] for own, _ in pairs], [scores[own].rewards[0] for own, _ in pairs], wrong)
     right = [score.rewards[0] for row, score in zip(rows, scores, strict=False) if row.columns.get("answer") is not None]
     own = [score.rewards[0] for score in scores]
+    first = own[: len(kinds)]
     of = "the reference answers of {} rows" if right else "the prompts of {} rows, which have no reference answers"
-    all_rows = f"of {of.format(len(own))}: {_span(own)}; " if len(own) > len(kinds) else ""
-    note("reward", f"{all_rows}of {of.format(len(own[: len(kinds)]))}: {', '.join(map(_number, own[: len(kinds)]))}")
+    all_rows = f"of {of.format(len(own))}: {_span(own)}; " if len(own) > len(first) else ""
+    note("reward", f"{all_rows}of {of.format(len(first))}: {', '.join(map(_number, first))}")
     if all(reward is None for reward in own):
         problem = f"no reward for {rows[0].origin}: every reward function returned None for {of.format(len(own))}"
         if right and not any(score.scored for score in scores):

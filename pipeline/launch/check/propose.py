@@ -32,8 +32,9 @@ HELD_OUT = 64
 HEADROOM = 1.25
 """Room above the longest prompt that was measured."""
 USUAL_CPU, USUAL_SMALL = 256, 32
-STEPS, LEAST_STEPS, MOST_PASSES = 100, 20, 10
 """Tokens of a completion on a CPU, and of a model that is too small to reason."""
+STEPS, LEAST_STEPS, MOST_PASSES = 100, 20, 10
+"""Optimizer steps of a run, and of one on few rows, which passes through them at most `MOST_PASSES` times."""
 UNKNOWN = 10**9
 """Parameters that a model is taken to have where its weights are not there to be counted."""
 
