@@ -16,7 +16,7 @@ from pydantic_core import PydanticUndefined
 
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.config.schema import PoolSection, SourceSampling
-from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, samples, weights
+from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import CONTROL, RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.internal import owners, state
 from penstock.topics.turns import calls, replies
@@ -37,14 +37,14 @@ MORE = {
 }
 """Section of the configuration -> sentence that leads to its explanation."""
 CODECS = (
-    (prompts.CODEC, prompts.Prompt), (calls.CODEC, calls.Call, samples.Rollout),
-    (replies.CODEC, replies.Reply, samples.Rollout), (groups.CODEC, groups.Group, prompts.Prompt, groups.ScoredSample),
+    (prompts.CODEC, prompts.Prompt), (calls.CODEC, calls.Call, rollouts.Rollout),
+    (replies.CODEC, replies.Reply, rollouts.Rollout), (groups.CODEC, groups.Group, prompts.Prompt, groups.ScoredSample),
     (ledger.CODEC, ledger.Entry, ledger.Planned), (weights.CODEC, weights.Manifest), (weights.CHUNK_CODEC, weights.Chunk),
     (metrics.CODEC, metrics.Measurement), (dead_letters.CODEC, dead_letters.DeadLetter), (runs.CODEC, runs.RunRecord),
     (owners.CODEC, owners.Owner), (state.CODEC, state.State),
 )  # fmt: skip
 """Codec of a schema, and the classes whose fields describe its columns."""
-STRUCTS = {"turns": samples.Turn, "samples": groups.ScoredSample, "plan": ledger.Planned}
+STRUCTS = {"turns": rollouts.Turn, "samples": groups.ScoredSample, "plan": ledger.Planned}
 """Column of structs -> the class whose fields describe theirs."""
 RECORDS = {
     "run": runs, "prompts": prompts, "rollouts": rollouts, "calls": calls, "replies": replies, "groups": groups, "weights": weights,
@@ -143,7 +143,7 @@ def columns(fields: Iterable[pa.Field], owners_: Iterable[type], prefix: str = "
         meaning = re.sub("`?None`?", "null", texts[field.name])
         yield f"`{prefix}{field.name}`", arrow_type(field), meaning[0].upper() + meaning[1:]
         if pa.types.is_struct(kind):
-            inner = [item for item in kind if field.name != "samples" or item not in samples.SAMPLE_FIELDS]
+            inner = [item for item in kind if field.name != "samples" or item not in rollouts.SAMPLE_FIELDS]
             yield from columns(inner, [STRUCTS[field.name]] if field.name in STRUCTS else [], f"{field.name}.")
 
 
@@ -182,7 +182,7 @@ workers. [The log](../explanation/the-log.md) explains records, transactions, du
     meanings[headers.CHECKSUM] = docstrings(headers)["CHECKSUM"]
     text += "## Headers\n\n" + table(("header", "meaning"), *((f"`{name}`", meaning) for name, meaning in meanings.items()))
     head = ("column", "type", "meaning")
-    text += "## Columns of a sample\n\n" + table(head, *columns(samples.SAMPLE_FIELDS, (samples.Rollout,)))
+    text += "## Columns of a sample\n\n" + table(head, *columns(rollouts.SAMPLE_FIELDS, (rollouts.Rollout,)))
     text += "A record of `rollouts/1` contains the column `group` and these columns of one sample. "
     text += "A record of `rollouts/2` contains such a row for each of up to 64 samples.\n\n"
     for codec, *classes in CODECS:

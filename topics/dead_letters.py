@@ -13,7 +13,6 @@ from penstock.topics.wire.codec import Codec, Format
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import Unusable, require
 from penstock.topics.wire.fields import column, fields_of, list_of
-from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import RawHeaders, Record, RecordId
 
 SCHEMA = "dead-letters/1"
@@ -112,15 +111,10 @@ def decode(value: Payload) -> DeadLetter:
     return DeadLetter(**{**row, "key": _bytes(row["key"]), "headers": headers, "value": bytes(row["value"])})
 
 
-def headers(dead_letter: DeadLetter, *, run: str) -> Headers:
-    """The headers of a dead letter; `outcome` is the kind of its reason."""
-    return Headers(run=run, schema=SCHEMA, outcome=dead_letter.kind, worker=dead_letter.worker)
-
-
 def _bytes(value: memoryview | None) -> Any:
     """A copy of a value; `None` for a header without one, from a foreign client."""
     return None if value is None else bytes(value)
 
 
 _FORMAT = Format(CODEC, decode, lambda row: {"outcome": row.kind, "worker": row.worker}, ("outcome",))
-check, read = _FORMAT.check, _FORMAT.read
+headers, check, read = _FORMAT.headers, _FORMAT.check, _FORMAT.read

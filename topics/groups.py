@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import pyarrow as pa
 
-from penstock.topics.samples import SAMPLE_FIELDS, Rollout, generated, max_bytes_of, sample_of, sample_row
+from penstock.topics.rollouts import SAMPLE_FIELDS, Rollout, generated, max_bytes_of, sample_of, sample_row
 from penstock.topics.wire.checked import json_object, require_whole
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Int32s, Payload, as_row

@@ -13,7 +13,6 @@ from penstock.topics.wire.codec import Codec, Format
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import Unusable, require
 from penstock.topics.wire.fields import fields_of
-from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.secrets import without_passwords
 
 SCHEMA = "ledger/1"
@@ -104,11 +103,6 @@ def decode(value: Payload) -> Entry:
     return Entry(**{**row, "plan": tuple(Planned(**planned) for planned in row["plan"])})
 
 
-def headers(entry: Entry, *, run: str, worker: str | None = None) -> Headers:
-    """Return the headers of an entry; `outcome` is its kind."""
-    return Headers(run=run, schema=SCHEMA, worker=worker, **_facts(entry))
-
-
 def _facts(entry: Entry) -> dict[str, Any]:
     return {"outcome": entry.kind, "policy_version_min": entry.version, "policy_version_max": entry.version}
 
@@ -124,4 +118,4 @@ def continues(entry: Entry, *, after: int) -> bool:
 
 
 _FORMAT = Format(CODEC, decode, _facts, ("outcome",), ENTRY_KINDS)
-check, read = _FORMAT.check, _FORMAT.read
+headers, check, read = _FORMAT.headers, _FORMAT.check, _FORMAT.read

@@ -13,7 +13,6 @@ from penstock.topics.wire.codec import Codec, Format
 from penstock.topics.wire.columns import Payload
 from penstock.topics.wire.errors import require
 from penstock.topics.wire.fields import fields_of
-from penstock.topics.wire.headers import Headers
 
 SCHEMA = "metrics/1"
 MeasurementKind = Literal["status", "progress", "eval", "final"]
@@ -317,11 +316,6 @@ def decode(value: Payload) -> Measurement:
     return Measurement(**row)
 
 
-def headers(measurement: Measurement, *, run: str) -> Headers:
-    """Return the headers of a measurement; `outcome` is its kind."""
-    return Headers(run=run, schema=SCHEMA, **_facts(measurement))
-
-
 def _facts(measurement: Measurement) -> dict[str, Any]:
     versions = {"policy_version_min": measurement.version, "policy_version_max": measurement.version}
     return {"outcome": measurement.kind, "worker": measurement.worker, **versions}
@@ -356,4 +350,4 @@ def _pattern(key: str) -> re.Pattern[str]:
 
 
 _FORMAT = Format(CODEC, decode, _facts, ("outcome", "worker"), MEASUREMENT_KINDS)
-encode, check, read = _FORMAT.encode, _FORMAT.check, _FORMAT.read
+encode, headers, check, read = _FORMAT.encode, _FORMAT.headers, _FORMAT.check, _FORMAT.read

@@ -60,11 +60,6 @@ def decode(value: Payload) -> Prompt:
     return Prompt(**row)
 
 
-def headers(prompt: Prompt, *, run: str, worker: str | None = None) -> Headers:
-    """Return the headers of a prompt; `policy-version-min` is the oldest version that may sample it, `attempt` is 1 for a retry."""
-    return Headers(run=run, schema=SCHEMA, worker=worker, **_facts(prompt))
-
-
 def _facts(prompt: Prompt) -> dict[str, Any]:
     return {"group": prompt.group, "policy_version_min": prompt.min_version, "attempt": None if prompt.again is None else 1}
 
@@ -79,4 +74,4 @@ def unread(headers: Headers, *, samples: int, created_ns: int) -> Prompt:
 
 
 _FORMAT = Format(CODEC, decode, _facts, ("group", "policy-version-min"))
-encode, check, read = _FORMAT.encode, _FORMAT.check, _FORMAT.read
+encode, headers, check, read = _FORMAT.encode, _FORMAT.headers, _FORMAT.check, _FORMAT.read

@@ -107,11 +107,6 @@ def headers(manifest: Manifest, *, run: str, worker: str | None = None) -> Heade
     return Headers(run=run, schema=_schema(manifest), policy_version_min=manifest.version, worker=worker)
 
 
-def chunk_headers(chunk: Chunk, *, run: str, worker: str | None = None) -> Headers:
-    """The headers of a chunk; `part` is its index in the version."""
-    return Headers(run=run, schema=CHUNK_SCHEMA, policy_version_min=chunk.version, part=chunk.index, worker=worker)
-
-
 def check(record: Record, *, run: str) -> Headers:
     """Return the headers of a manifest's record of `run`, without decoding its payload. Raises `Unusable`."""
     schema = next((name for name in SCHEMAS.values() if ("schema", name.encode()) in record.headers), SCHEMA)
@@ -127,7 +122,7 @@ def read(record: Record, *, run: str) -> tuple[Headers, Manifest]:
 
 
 _CHUNKS = Format(CHUNK_CODEC, decode_chunk, lambda chunk: {"policy_version_min": chunk.version, "part": chunk.index}, _REQUIRED)
-encode_chunk, read_chunk = _CHUNKS.encode, _CHUNKS.read
+encode_chunk, chunk_headers, read_chunk = _CHUNKS.encode, _CHUNKS.headers, _CHUNKS.read
 
 
 def chain(manifests: Mapping[int, Manifest], version: int) -> list[Manifest]:

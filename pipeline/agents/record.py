@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from penstock.infra.engines.base import Completion, Finish, GroupRequest, Span
 from penstock.pipeline.data.conversation.segments import Segment
-from penstock.topics.samples import ENVIRONMENT, GENERATED, MODEL, Turn
+from penstock.topics.rollouts import ENVIRONMENT, GENERATED, MODEL, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

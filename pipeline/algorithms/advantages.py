@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from penstock.topics.samples import Rollout
+from penstock.topics.rollouts import Rollout
 
 Rewards = npt.ArrayLike
 Advantages = npt.NDArray[np.float32]

@@ -19,7 +19,7 @@ from penstock.pipeline.rewards.functions import Score, episodes_of
 from penstock.pipeline.rewards.scoring import FaultCount, RewardPool, payload, reward_pool
 from penstock.pipeline.runtime.reporting.log_lines import counted
 from penstock.pipeline.runtime.sampling import episode_request
-from penstock.topics.samples import cause_of, generated
+from penstock.topics.rollouts import cause_of, generated
 
 Z95 = 1.959964
 """Two-sided 95 % quantile of the standard normal distribution."""

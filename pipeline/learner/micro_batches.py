@@ -20,7 +20,7 @@ from penstock.pipeline.algorithms.registry import AGGREGATES
 from penstock.pipeline.config.plugins import load, split_options
 from penstock.topics.groups import Group
 from penstock.topics.ledger import Planned
-from penstock.topics.samples import Rollout
+from penstock.topics.rollouts import Rollout
 
 if TYPE_CHECKING:
     from penstock.infra.backends.ranks.process_set import ProcessSet

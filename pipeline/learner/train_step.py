@@ -36,7 +36,7 @@ from penstock.pipeline.learner.micro_batches import denominator as denominator_o
 from penstock.pipeline.scheduling.rules import fractions_by_lag, lag_summary
 from penstock.topics.groups import Group, version_min
 from penstock.topics.ledger import Planned
-from penstock.topics.samples import generated
+from penstock.topics.rollouts import generated
 
 BatchLoss = Callable[..., tuple[Any, dict[str, float]]]
 

@@ -34,9 +34,8 @@ from penstock.topics.catalogue import topics_of
 from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry
 from penstock.topics.prompts import Prompt
-from penstock.topics.rollouts import Rollout
+from penstock.topics.rollouts import Rollout, generated
 from penstock.topics.runs import RunRecord, Status
-from penstock.topics.samples import generated
 from penstock.topics.weights import Manifest
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Outgoing, Record

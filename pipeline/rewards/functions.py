@@ -25,7 +25,7 @@ from penstock.pipeline.rewards import builtin as builtin_rewards
 from penstock.pipeline.rewards.builtin import BUILTINS, NEED_REFERENCE
 from penstock.pipeline.rewards.service import LOAD, RewardService
 from penstock.pipeline.rewards.values import NAMES, Logged, RewardError, bounded, broke, checked
-from penstock.topics.samples import GENERATED, reward_of
+from penstock.topics.rollouts import GENERATED, reward_of
 
 NOTHING: Final = object()
 

@@ -26,7 +26,7 @@ from penstock.pipeline.rewards.functions import Score, episodes_of, resolve
 from penstock.pipeline.rewards.values import BrokenReward
 from penstock.topics.groups import Group, Outcome, ScoredSample, version_min
 from penstock.topics.prompts import Prompt
-from penstock.topics.samples import Rollout, generated
+from penstock.topics.rollouts import Rollout, generated
 
 if TYPE_CHECKING:
     from penstock.pipeline.config.schema import AlgorithmSection, RewardSection

@@ -15,7 +15,7 @@ from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.schema import SamplingSection
 from penstock.pipeline.data.references import SOURCE_COLUMN
 from penstock.topics.prompts import Prompt
-from penstock.topics.samples import Rollout
+from penstock.topics.rollouts import Rollout
 
 _TRAJECTORY = ("segments", "turns", "messages", "environment", "environment_version", "environment_seed")
 

@@ -9,7 +9,7 @@ from penstock.infra.engines.toy import ToyEngine, _Group
 from penstock.pipeline.config.run_config import Config
 from penstock.topics import groups, rollouts
 from penstock.topics.groups import Group
-from penstock.topics.samples import Rollout
+from penstock.topics.rollouts import Rollout
 from tests.support.least_config import merged
 from tests.support.worker_set import LogLocation, clean, complete, config_of, connect, records_of
 

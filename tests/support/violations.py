@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.topics import rollouts
 from penstock.topics.ledger import Entry
-from penstock.topics.samples import Turn
+from penstock.topics.rollouts import Turn
 from tests.support.a_run import with_group
 from tests.support.edited_run import EditedRun, with_sample
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.topics import dead_letters, groups, rollouts, runs, weights
-from penstock.topics.samples import Turn, reward_of
+from penstock.topics.rollouts import Turn, reward_of
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
 from tests.support.strategies import EXAMPLES, MODULES, a_group, a_prompt, a_rollout, group_records, record_of, refused

@@ -12,7 +12,7 @@ from penstock.pipeline.archive.sql import ask
 from penstock.pipeline.inspect.explain.as_json import explain
 from penstock.pipeline.inspect.explain.text import as_page
 from penstock.topics import groups
-from penstock.topics.samples import reward_of
+from penstock.topics.rollouts import reward_of
 from tests.support.counting_run import counting_run
 from tests.support.environments import COUNTING
 from tests.support.worker_set import clean, complete, records_of

@@ -14,7 +14,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.data.run_data import order
 from penstock.pipeline.inspect.report.text import as_text
 from penstock.topics import prompts
-from penstock.topics.samples import Rollout
+from penstock.topics.rollouts import Rollout
 from tests.support.in_flight import SlowGroups, config_in_flight, run_of
 from tests.support.worker_set import records_of
 

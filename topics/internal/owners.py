@@ -10,7 +10,6 @@ from penstock.topics.wire.codec import Codec, Format
 from penstock.topics.wire.columns import Payload
 from penstock.topics.wire.errors import require
 from penstock.topics.wire.fields import fields_of
-from penstock.topics.wire.headers import Headers
 
 SCHEMA = "owners/1"
 OwnerKind = Literal["taken", "alive", "ended"]
@@ -49,10 +48,5 @@ def decode(value: Payload) -> Owner:
     return Owner(**row)
 
 
-def headers(owner: Owner, *, run: str) -> Headers:
-    """Return the headers of a claim; `outcome` is its kind, `worker` the single-writer id."""
-    return Headers(run=run, schema=SCHEMA, outcome=owner.kind, worker=owner.writer)
-
-
 _FORMAT = Format(CODEC, decode, lambda owner: {"outcome": owner.kind, "worker": owner.writer}, ("outcome", "worker"), OWNER_KINDS)
-encode, check, read = _FORMAT.encode, _FORMAT.check, _FORMAT.read
+encode, headers, check, read = _FORMAT.encode, _FORMAT.headers, _FORMAT.check, _FORMAT.read

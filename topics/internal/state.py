@@ -10,7 +10,6 @@ from penstock.topics.wire.codec import Codec, Format
 from penstock.topics.wire.columns import Payload
 from penstock.topics.wire.errors import require
 from penstock.topics.wire.fields import fields_of
-from penstock.topics.wire.headers import Headers
 
 SCHEMA = "state/1"
 KEY = b"view"
@@ -43,10 +42,5 @@ def decode(value: Payload) -> State:
     return State(**row)
 
 
-def headers(state: State, *, run: str) -> Headers:
-    """Return the headers of a snapshot; `worker` is its writer."""
-    return Headers(run=run, schema=SCHEMA, worker=state.worker)
-
-
 _FORMAT = Format(CODEC, decode, lambda state: {"worker": state.worker}, ("worker",))
-encode, check, read = _FORMAT.encode, _FORMAT.check, _FORMAT.read
+encode, headers, check, read = _FORMAT.encode, _FORMAT.headers, _FORMAT.check, _FORMAT.read

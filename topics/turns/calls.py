@@ -84,11 +84,6 @@ def decode(value: Payload) -> Call:
     return Call(**row)
 
 
-def headers(call: Call, *, run: str) -> Headers:
-    """Return the headers of a call; `policy-version-min` is the oldest version that may generate the reply, `tokens` counts the context."""
-    return Headers(run=run, schema=SCHEMA, **_facts(call))
-
-
 def _facts(call: Call) -> dict[str, Any]:
     return {**call.key._asdict(), "policy_version_min": call.min_version, "worker": call.worker, "tokens": len(call.token_ids)}
 
@@ -101,4 +96,4 @@ def key_of(claims: Headers) -> TurnKey:
 
 
 _FORMAT = Format(CODEC, decode, _facts, (*REQUIRED, "policy-version-min"))
-encode, check, read = _FORMAT.encode, _FORMAT.check, _FORMAT.read
+encode, headers, check, read = _FORMAT.encode, _FORMAT.headers, _FORMAT.check, _FORMAT.read

@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from penstock.topics.samples import FINISHES, Finish
+from penstock.topics.rollouts import FINISHES, Finish
 from penstock.topics.turns.calls import REQUIRED, TurnKey
 from penstock.topics.wire.checked import require_names, require_whole
 from penstock.topics.wire.codec import Codec, Format
 from penstock.topics.wire.columns import Float32s, Int32s, Payload
 from penstock.topics.wire.errors import require
 from penstock.topics.wire.fields import ByValue, fields_of
-from penstock.topics.wire.headers import Headers
 
 SCHEMA = "replies/1"
 
@@ -71,15 +70,10 @@ def decode(value: Payload) -> Reply:
     return reply
 
 
-def headers(reply: Reply, *, run: str) -> Headers:
-    """Return the headers of a reply; `outcome` is how the turn finished, `tokens` counts the generated tokens."""
-    return Headers(run=run, schema=SCHEMA, **_facts(reply))
-
-
 def _facts(reply: Reply) -> dict[str, Any]:
     versions = {"policy_version_min": int(reply.span_versions.min()), "policy_version_max": int(reply.span_versions.max())}
     return {**reply.key._asdict(), **versions, "outcome": reply.finish, "worker": reply.worker, "tokens": len(reply.token_ids)}
 
 
 _FORMAT = Format(CODEC, decode, _facts, (*REQUIRED, "policy-version-min", "policy-version-max"), FINISHES)
-encode, check, read = _FORMAT.encode, _FORMAT.check, _FORMAT.read
+encode, headers, check, read = _FORMAT.encode, _FORMAT.headers, _FORMAT.check, _FORMAT.read

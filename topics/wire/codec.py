@@ -83,7 +83,7 @@ class Format(Generic[T]):
     codec: Codec
     decode: Callable[[Payload], T]
     facts: Callable[[T], dict[str, Any]]
-    """Row -> its header values by field of `Headers`, as far as `read` compares them with the headers."""
+    """Row -> its header values by field of `Headers`, which `read` compares with the headers."""
     required: tuple[str, ...] = ()
     """Names of required headers in addition to `run` and `schema`."""
     outcomes: tuple[str, ...] | None = None
@@ -92,6 +92,10 @@ class Format(Generic[T]):
     def encode(self, row: T) -> bytes:
         """Return the payload of a row."""
         return self.codec.encode(as_row(row))
+
+    def headers(self, row: T, *, run: str, worker: str | None = None) -> Headers:
+        """Return the headers of a row's record; `worker` is the writer of a row that does not name it."""
+        return Headers(run=run, schema=self.codec.name, **{"worker": worker, **self.facts(row)})
 
     def check(self, record: Record, *, run: str) -> Headers:
         """Return the headers of a record of `run`, without decoding its payload. Raises `Unusable`."""

@@ -17,7 +17,7 @@ from penstock.pipeline.runtime.topic_reader import read_to_current_end
 from penstock.pipeline.scheduling.rules import IdSet
 from penstock.topics import rollouts
 from penstock.topics.prompts import Prompt
-from penstock.topics.samples import cause_of
+from penstock.topics.rollouts import cause_of
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 

@@ -18,7 +18,7 @@ from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.rules import lag_summary
 from penstock.topics import prompts, rollouts
 from penstock.topics.metrics import Activity
-from penstock.topics.samples import generated
+from penstock.topics.rollouts import generated
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
 from penstock.workers.evaluator.worker import SharedEngine

@@ -19,7 +19,7 @@ from penstock.pipeline.scheduling.rules import CALLS, PROMPTS, IdSet, Presence, 
 from penstock.topics import groups, metrics, prompts
 from penstock.topics.groups import Group
 from penstock.topics.prompts import Prompt
-from penstock.topics.samples import Rollout
+from penstock.topics.rollouts import Rollout
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
 

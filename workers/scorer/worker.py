@@ -19,7 +19,7 @@ from penstock.pipeline.runtime.topic_reader import POISON, read_to_current_end
 from penstock.topics import groups, prompts, rollouts
 from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.metrics import Activity
-from penstock.topics.samples import generated
+from penstock.topics.rollouts import generated
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record

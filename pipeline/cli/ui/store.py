@@ -35,7 +35,7 @@ from penstock.pipeline.runtime.topic_reader import RunReader, read_to_current_en
 from penstock.topics import groups
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.groups import Group
-from penstock.topics.samples import generated
+from penstock.topics.rollouts import generated
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record

@@ -23,7 +23,7 @@ from penstock.pipeline.inspect.audit.rules import as_object, oldest_trained, ter
 from penstock.pipeline.inspect.audit.source import Source, Unreadable, plain
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import RUNS_TOPIC
-from penstock.topics.samples import Rollout
+from penstock.topics.rollouts import Rollout
 from penstock.topics.turns import calls, replies
 from penstock.topics.wire import errors
 from penstock.topics.wire.record import RawHeaders, Record, RecordId

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.pipeline.inspect.audit.source import Unreadable
-from penstock.topics.samples import Rollout
+from penstock.topics.rollouts import Rollout
 
 LAG_OF_MODE = {"synchronous": 0, "pipelined": 0, "one_step_off": 1, "in_flight": 4, "bounded": 1}
 """Mode -> max_lag if the configuration does not set it."""

@@ -22,8 +22,7 @@ from penstock.pipeline.scheduling import rules
 from penstock.topics.catalogue import topic_name
 from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.ledger import Entry
-from penstock.topics.rollouts import Rollout
-from penstock.topics.samples import generated
+from penstock.topics.rollouts import Rollout, generated
 from penstock.topics.turns import calls, replies
 from penstock.topics.turns.calls import TurnKey
 from penstock.topics.wire.errors import Unusable

@@ -15,8 +15,7 @@ from penstock.pipeline.learner.micro_batches import advantage_function, combined
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics.groups import Group
-from penstock.topics.rollouts import Rollout
-from penstock.topics.samples import generated
+from penstock.topics.rollouts import Rollout, generated
 
 Floats = npt.NDArray[np.float32]
 

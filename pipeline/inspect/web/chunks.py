@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.pipeline.inspect.report.summary import finite
-from penstock.topics.samples import Rollout
+from penstock.topics.rollouts import Rollout
 
 LOGPROB_STEP = 0.001
 """[nat] Behaviour logprobs are rounded to multiples of this; the lowest is -65.534."""

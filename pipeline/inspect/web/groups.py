@@ -16,8 +16,7 @@ from penstock.pipeline.inspect.tables.token_texts import TokenTexts
 from penstock.pipeline.inspect.web.chunks import Chunks, ChunkSlot
 from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics.groups import Group
-from penstock.topics.rollouts import Rollout
-from penstock.topics.samples import generated
+from penstock.topics.rollouts import Rollout, generated
 
 NEWEST = 64
 """Most groups from which the newest samples are chosen."""

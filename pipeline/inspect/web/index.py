@@ -26,7 +26,7 @@ from penstock.pipeline.inspect.web.timeline import (
 from penstock.pipeline.runtime.roles import order
 from penstock.pipeline.scheduling.rules import OPEN, STATUSES
 from penstock.topics.dead_letters import DeadLetter
-from penstock.topics.samples import FINISHES
+from penstock.topics.rollouts import FINISHES
 
 NONE = np.iinfo(np.uint16).max
 """No value, in a uint16 column."""

@@ -34,7 +34,7 @@ from penstock.pipeline.launch.placement import place
 from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.rewards import scoring as reward_child
 from penstock.pipeline.runtime.factories import check_engine, make_engine
-from penstock.topics.samples import cause_of, generated
+from penstock.topics.rollouts import cause_of, generated
 
 SHOWN_GROUPS = 2
 """Groups of which a sample is shown."""

@@ -23,7 +23,7 @@ from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.pipeline.scheduling.rules import MODES
 from penstock.topics import metrics
 from penstock.topics.ledger import Entry
-from penstock.topics.samples import generated
+from penstock.topics.rollouts import generated
 from penstock.topics.wire.errors import Unusable
 
 LEAST_STEPS = 3

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.topics.samples import cause_of, reward_of
+from penstock.topics.rollouts import cause_of, reward_of
 from tests.support.chat_families import template, tokenizer
 from tests.support.environments import Policy, counting, play
 from tests.support.scripted_policy import FAMILY, ScriptedPolicy

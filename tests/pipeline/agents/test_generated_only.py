@@ -12,7 +12,7 @@ from penstock.pipeline.learner.train_step import group_measures
 from penstock.pipeline.rewards.functions import resolve
 from penstock.pipeline.rewards.scoring import payload_of
 from penstock.topics import rollouts
-from penstock.topics.samples import GENERATED, Rollout, Turn, generated
+from penstock.topics.rollouts import GENERATED, Rollout, Turn, generated
 from tests.support.examples import sample_of
 
 PROMPT = [{"role": "user", "content": "go"}]

@@ -20,7 +20,7 @@ from penstock.pipeline.scheduling.rules import MODES, Schedule, preset
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
 from penstock.topics.groups import version_min
 from penstock.topics.prompts import Prompt
-from penstock.topics.samples import Rollout
+from penstock.topics.rollouts import Rollout
 from penstock.workers.rollout.group_tasks import GroupTask
 from tests.support.examples import prompt_of
 

@@ -90,7 +90,7 @@ def test_a_sample_with_numbers_that_cannot_be_is_refused_in_its_group_too(change
     rollout = replace(genuine.samples[0].rollout, **changes)
     with pytest.raises(ValueError, match=r"below 0|finite"):
         rollouts.encode(rollout)
-    monkeypatch.setattr("penstock.topics.samples.flaw", lambda _: None)
+    monkeypatch.setattr("penstock.topics.rollouts.flaw", lambda _: None)
     sample, group = rollouts.encode(rollout), groups.encode(replace(genuine, samples=(replace(genuine.samples[0], rollout=rollout),)))
     monkeypatch.undo()
     for decode, value in ((rollouts.decode, sample), (groups.decode, group)):

@@ -231,7 +231,7 @@ def broken_rollouts():
 def test_a_sample_whose_arrays_do_not_fit_together_is_neither_written_nor_read(rollout, monkeypatch):
     with pytest.raises(ValueError, match="group 3 sample 1"):
         rollouts.encode(rollout)
-    monkeypatch.setattr("penstock.topics.samples.flaw", lambda *_, **__: None)
+    monkeypatch.setattr("penstock.topics.rollouts.flaw", lambda *_, **__: None)
     value = rollouts.encode(rollout)
     monkeypatch.undo()
     refused(rollouts.decode, value)

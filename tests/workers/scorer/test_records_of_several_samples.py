@@ -10,8 +10,8 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.runtime.session import Session
 from penstock.topics import dead_letters, rollouts
 from penstock.topics.catalogue import topics_of
+from penstock.topics.rollouts import Rollout
 from penstock.topics.runs import RunRecord
-from penstock.topics.samples import Rollout
 from penstock.topics.wire.record import Record
 from penstock.workers.scorer.group_buffer import PartitionGroups
 from penstock.workers.scorer.worker import Scorer

@@ -19,7 +19,7 @@ from penstock.pipeline.inspect.audit.rules import trajectory_flaw
 from penstock.pipeline.learner.micro_batches import sequences
 from penstock.pipeline.rewards.functions import completions_of, episodes_of
 from penstock.pipeline.runtime.sampling import rollout_of
-from penstock.topics.samples import Rollout, generated
+from penstock.topics.rollouts import Rollout, generated
 from tests.support.chat_families import stop_ids, template, tokenizer
 from tests.support.environments import characters, request_for
 
