@@ -45,7 +45,7 @@ def test_the_foreign_client_prints_the_rewards_that_the_facade_gives(recorded: R
 
 
 def test_a_version_is_put_together_as_it_is_documented(recorded: RecordedRun) -> None:
-    """docs/reference/topics.md, "Weights without Penstock", step by step."""
+    """docs/explanation/the-log.md, "Weights without Penstock", step by step."""
     consumer = Consumer({**c_client(recorded.bootstrap), "group.id": "reader", "enable.auto.commit": False})
 
     def row(partition: int, offset: int) -> dict[str, object]:
