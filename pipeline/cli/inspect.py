@@ -402,11 +402,13 @@ def ui(
             cause = f"`penstock ui` runs at {running}" if urlsplit(running).port == port else os.strerror(error.errno or 0)
             raise PenstockError(f"cannot listen on {host}:{port}: {cause}; choose another --port, or 0 for a free one") from error
         address_file = state_directory() / UI_ADDRESS
-        address_file.write_text(server.address, encoding="utf-8")
+        if first := ui_address() is None:
+            address_file.write_text(server.address, encoding="utf-8")
         print(server.address + (f"compare?{urlencode({'run': compare}, doseq=True)}" if compare else ""), flush=True)
         notify("open this address in a browser on this machine; Ctrl-C stops the server")
         try:
             server.serve_forever()
         finally:
-            address_file.unlink(missing_ok=True)
+            if first:
+                address_file.unlink(missing_ok=True)
             server.server_close()

@@ -321,7 +321,7 @@ class JsonLines:
         return bisect_right(self._firsts, index) - 1
 
     def _index(self, file: Path, hasher: Any) -> None:
-        """Add the positions of a file's rows, and its bytes to the digest. Raises `DataError` if it cannot be read."""
+        """Add the positions of a file's rows, and its bytes to the digest. Raises `DataError` if it cannot be read or is pretty-printed."""
         start = 0
         try:
             with file.open("rb") as stream:
@@ -329,7 +329,9 @@ class JsonLines:
                     hasher.update(line)
                     text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                     start += len(line) - len(text)
-                    if text.strip():
+                    if content := text.strip():
+                        if content in (b"[", b"{"):
+                            raise DataError(f"{file}:{number}: a value that continues on the next line; write one JSON object per line")
                         self._starts.append(start)
                         self._lengths.append(len(text))
                         self._lines.append(number)

@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from penstock.pipeline.config.run_config import source_name
 from penstock.pipeline.data.run_data import open_eval_data, refuse_changed
 from penstock.pipeline.data.tokenization import Decoder, Renderer
 from penstock.pipeline.rewards.functions import Score, episodes_of
-from penstock.pipeline.rewards.scoring import FaultCount, RewardPool, payload, reward_pool
+from penstock.pipeline.rewards.scoring import FaultCount, MissingRewards, RewardPool, payload, reward_pool
 from penstock.pipeline.runtime.reporting.log_lines import counted
 from penstock.pipeline.runtime.sampling import episode_request
 from penstock.topics.rollouts import cause_of, generated
@@ -118,6 +118,7 @@ class Evaluator:
     faults: FaultCount
     meanwhile: Callable[[], None]
     """The worker's other work between two decode steps."""
+    missing: MissingRewards = field(default_factory=MissingRewards)
     examples: list[dict[str, Any]] = field(default_factory=list)
     """Prompt, greedy completion and reward of the first held-out prompts under the newest evaluated version."""
 
@@ -198,7 +199,7 @@ class Evaluator:
         """Pass the completions of one prompt to the reward functions, unless its environment failed."""
         row, (text, _) = self.rows[index]
         if cause := next((cause for completion in completions if (cause := cause_of(getattr(completion, "turns", None)))), None):
-            self.notify(f"held-out prompt {index} is not scored, because its environment failed: {cause}")
+            self._lost(index, [f"its environment failed: {cause}"] * len(completions))
             return
         token_ids = [generated(completion).tolist() for completion in completions]
         texts, step = [self.decoder.decode(ids) for ids in token_ids], version * self.config.schedule.steps_per_version
@@ -247,18 +248,22 @@ class Evaluator:
             self.meanwhile()
 
     def _scored(self) -> dict[int, Score]:
-        """Prompt -> scores, without prompts whose reward function failed; failures are logged. Raises `BrokenReward`."""
+        """Prompt -> scores, without prompts whose reward function failed. Raises `BrokenReward`."""
         scores: dict[int, Score] = {}
         while self.pool.pending:
             for result in self.pool.poll(1.0):
                 if isinstance(result, Failed):
-                    self.notify(f"held-out prompt {result.key} has no reward: {result.reason}")
+                    self._lost(result.key, [result.reason])
                     self.faults.failed(result.reason)
                 else:
                     scores[result.key] = score = Score.of(result.result)
                     self.faults.partly(score.broken.values(), len(score.rewards))
-                    for number, reason in score.broken.items():
-                        self.notify(f"completion {number} of held-out prompt {result.key} has no reward: {reason}")
+                    self._lost(result.key, score.broken.values())
                 self.faults.check()
             self.meanwhile()
         return scores
+
+    def _lost(self, index: int, reasons: Iterable[str]) -> None:
+        """Count completions of a prompt without a reward, one for each reason; the first of each cause is logged."""
+        for reason in self.missing.add(index, reasons):
+            self.notify(f"no reward for a completion of held-out prompt {index}: {reason}; others of this cause are only counted")

@@ -447,4 +447,7 @@ def test_a_second_server_on_the_same_port_says_where_the_first_one_is(server: Se
     address.write_text(server.address, encoding="utf-8")
     with pytest.raises(PenstockError, match=rf"listen on 127.0.0.1:{port}: `penstock ui` runs at {server.address}; choose another --port"):
         inspect.ui(port=port)
+    monkeypatch.setattr("penstock.pipeline.cli.ui.server.Server.serve_forever", lambda _: None)
+    inspect.ui(port=0)
+    assert address.read_text() == server.address, "a second one on another port leaves the address of the first"
     address.unlink()

@@ -114,6 +114,15 @@ def test_a_row_that_cannot_be_read_is_named_with_file_and_line(tmp_path: Path, d
     assert data[0].prompt == data[2].prompt == "good"
 
 
+@pytest.mark.parametrize(
+    "written", ['[\n  {\n    "prompt": "x"\n  }\n]\n', '{\r\n  "prompt": "x"\r\n}\r\n{\r\n  "prompt": "y"\r\n}', "\ufeff\n[\n]"]
+)
+def test_a_pretty_printed_file_is_refused_with_one_line(tmp_path: Path, written: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(written, encoding="utf-8", newline="")
+    with pytest.raises(DataError, match=r"rows.jsonl:[12]: a value that continues on the next line; write one JSON object per line$"):
+        open_dataset("rows.jsonl", base_dir=tmp_path)
+
+
 def test_lines_may_end_as_on_windows_and_files_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf\r\n{"prompt": "a", "answer": "1"}\r\n\r\n{"prompt": "b", "answer": "2"}')
     data = open_dataset("rows.jsonl", base_dir=tmp_path)
