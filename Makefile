@@ -64,7 +64,7 @@ help:
 	@echo "make mutated   10,000 mutated configurations and data files through penstock run --dry-run; 15 minutes on two quiet cores"
 	@echo "make fuzz      200,000 damaged records, requests and archives by coverage; RUNS=… for others; needs pip install atheris"
 	@echo "make chaos     40 kills over all roles and the broker in one run, compared with the undisturbed one; 15 minutes"
-	@echo "make newest    the tests of the log with the newest release of kafka-python, whatever requirements.lock names"
+	@echo "make newest    the tests of the log with the newest kafka-python, and whether the newest vLLM has the parts that Penstock uses"
 	@echo "make kafka-releases  the same tests with brokers of the last three minor releases of Apache Kafka"
 	@echo "make cluster-test  Penstock's pods on a Kubernetes of two nodes, by root; make cluster-binaries builds it, in half an hour or less"
 	@echo "make security  the security cases of ../shared/cases/security, if that folder is there"
@@ -162,6 +162,8 @@ newest: install
 	$(UV) pip install --quiet --upgrade --no-deps --target $(NEWEST) kafka-python
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import kafka; print("kafka-python", kafka.__version__)'
 	PYTHONPATH=$(NEWEST) $(PYTEST) tests/infra/kafka tests/infra/test_log.py $(SHARED)
+	$(UV) pip install --quiet --upgrade --no-deps --target $(NEWEST)-vllm vllm
+	@PYTHONPATH=$(NEWEST)-vllm $(BIN)/python -c 'import vllm; from penstock.infra.engines.vllm.private import check_modules; check_modules(); print("vllm", vllm.__version__, "has every part that Penstock uses")'
 
 # The last three minor releases; that of infra/broker/jars.sha256 is one of them.
 KAFKA_RELEASES ?= 4.2.2 4.3.1 4.4.0

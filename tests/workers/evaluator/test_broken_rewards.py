@@ -94,6 +94,5 @@ def test_a_reward_that_breaks_on_one_completion_of_two_counts_as_half_a_prompt_a
             evaluator._scored()
     else:
         assert len(evaluator._scored()) == prompts
-    assert logged == [
-        f"no reward for a completion of held-out prompt {prompts - 1}: reward f broke: KeyError (f.py line 3); others of this cause are only counted"
-    ]
+    reason = "reward f broke: KeyError (f.py line 3); others of this cause are only counted"
+    assert logged == [f"no reward for a completion of held-out prompt {prompts - 1}: {reason}"]
