@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from penstock.pipeline.config.run_config import Config
-from penstock.pipeline.config.schema import PoolSection, SourceSampling
+from penstock.pipeline.config.schema import ChildSection, PoolSection, SourceSampling
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import CONTROL, RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.internal import owners, state
@@ -29,7 +29,8 @@ SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 MORE = {
     "data": "[Prompts and data](../how-to/data.md) explains sources, mixtures and chat templates.",
     "reward": "[Rewards](../how-to/rewards.md) explains functions, services, failures and isolation.",
-    "environment": "[Environments](../how-to/environments.md) and [agents](../how-to/agents.md) explain them.",
+    "environment": "[Environments](../how-to/environments.md) and [agents](../how-to/agents.md) explain them. The keys "
+    + f"{', '.join(f'`{key}`' for key in ChildSection.model_fields)} are as in [[reward]](#reward).",
     "schedule": "[Schedules](../explanation/schedules.md) explains the modes.",
     "algorithm": "[Algorithms](../explanation/algorithms.md) explains the formulas, and lists the defaults that depend on other keys.",
     "weights": "[Weights](../explanation/weights.md) explains how the trainer publishes versions.",
@@ -117,6 +118,7 @@ The default `-` means that the key is absent by default; the column *meaning* de
         rows = [
             (f"`{key}`", kind_of(field.annotation, field.metadata), default_of(field), field.description or "")
             for key, field in keys.items()
+            if name != "environment" or key not in ChildSection.model_fields
         ]
         text += f"## [{name}]\n\n{MORE[name] + chr(10) * 2 if name in MORE else ''}" + table(("key", "type", "default", "meaning"), *rows)
     return text
