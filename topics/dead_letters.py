@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from penstock.topics.wire.checked import is_name, require_whole
 from penstock.topics.wire.codec import Codec, Format
-from penstock.topics.wire.columns import Payload, as_row
+from penstock.topics.wire.columns import Payload, Row, as_row
 from penstock.topics.wire.errors import Unusable, require
 from penstock.topics.wire.fields import column, fields_of, list_of
 from penstock.topics.wire.record import RawHeaders, Record, RecordId
@@ -96,12 +96,6 @@ def claimed_group(dead_letter: DeadLetter) -> int | None:
     return int(claim) if claim.isascii() and claim.isdigit() and len(claim) < 19 else None
 
 
-def encode(dead_letter: DeadLetter) -> bytes:
-    """The payload of a dead letter."""
-    headers = [{"name": name, "value": value} for name, value in dead_letter.headers]
-    return CODEC.encode({**as_row(dead_letter), "headers": headers})
-
-
 def decode(value: Payload) -> DeadLetter:
     """Return the dead letter in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
@@ -111,10 +105,14 @@ def decode(value: Payload) -> DeadLetter:
     return DeadLetter(**{**row, "key": _bytes(row["key"]), "headers": headers, "value": bytes(row["value"])})
 
 
+def _columns(dead_letter: DeadLetter) -> Row:
+    return {**as_row(dead_letter), "headers": [{"name": name, "value": value} for name, value in dead_letter.headers]}
+
+
 def _bytes(value: memoryview | None) -> Any:
     """A copy of a value; `None` for a header without one, from a foreign client."""
     return None if value is None else bytes(value)
 
 
-_FORMAT = Format(CODEC, decode, lambda row: {"outcome": row.kind, "worker": row.worker}, ("outcome",))
-headers, check, read = _FORMAT.headers, _FORMAT.check, _FORMAT.read
+_FORMAT = Format(CODEC, decode, lambda row: {"outcome": row.kind, "worker": row.worker}, ("outcome",), columns=_columns)
+encode, headers, outgoing, check, read = _FORMAT.encode, _FORMAT.headers, _FORMAT.outgoing, _FORMAT.check, _FORMAT.read

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from penstock.topics.wire.checked import json_object, require_whole
 from penstock.topics.wire.codec import Codec, Format
-from penstock.topics.wire.columns import Payload, as_row
+from penstock.topics.wire.columns import Payload, Row, as_row
 from penstock.topics.wire.errors import Unusable, require
 from penstock.topics.wire.fields import fields_of
 from penstock.topics.wire.secrets import without_passwords
@@ -81,11 +81,6 @@ def evaluations(entry: Entry) -> dict[str, int]:
     return {sha256: version for sha256, version in listed.items() if type(version) is int} if isinstance(listed, dict) else {}
 
 
-def encode(entry: Entry) -> bytes:
-    """Return the payload of an entry."""
-    return CODEC.encode({**as_row(entry), "plan": [as_row(planned) for planned in entry.plan]})
-
-
 def decode(value: Payload) -> Entry:
     """Return the entry in a payload. Raises `Unusable`."""
     (row,) = CODEC.decode(value)
@@ -103,6 +98,10 @@ def decode(value: Payload) -> Entry:
     return Entry(**{**row, "plan": tuple(Planned(**planned) for planned in row["plan"])})
 
 
+def _columns(entry: Entry) -> Row:
+    return {**as_row(entry), "plan": [as_row(planned) for planned in entry.plan]}
+
+
 def _facts(entry: Entry) -> dict[str, Any]:
     return {"outcome": entry.kind, "policy_version_min": entry.version, "policy_version_max": entry.version}
 
@@ -117,5 +116,5 @@ def continues(entry: Entry, *, after: int) -> bool:
     return entry.seq == after + 1
 
 
-_FORMAT = Format(CODEC, decode, _facts, ("outcome",), ENTRY_KINDS)
-headers, check, read = _FORMAT.headers, _FORMAT.check, _FORMAT.read
+_FORMAT = Format(CODEC, decode, _facts, ("outcome",), ENTRY_KINDS, _columns)
+encode, headers, outgoing, check, read = _FORMAT.encode, _FORMAT.headers, _FORMAT.outgoing, _FORMAT.check, _FORMAT.read

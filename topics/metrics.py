@@ -350,4 +350,4 @@ def _pattern(key: str) -> re.Pattern[str]:
 
 
 _FORMAT = Format(CODEC, decode, _facts, ("outcome", "worker"), MEASUREMENT_KINDS)
-encode, headers, check, read = _FORMAT.encode, _FORMAT.headers, _FORMAT.check, _FORMAT.read
+encode, headers, outgoing, check, read = _FORMAT.encode, _FORMAT.headers, _FORMAT.outgoing, _FORMAT.check, _FORMAT.read

@@ -74,4 +74,4 @@ def unread(headers: Headers, *, samples: int, created_ns: int) -> Prompt:
 
 
 _FORMAT = Format(CODEC, decode, _facts, ("group", "policy-version-min"))
-encode, headers, check, read = _FORMAT.encode, _FORMAT.headers, _FORMAT.check, _FORMAT.read
+encode, headers, outgoing, check, read = _FORMAT.encode, _FORMAT.headers, _FORMAT.outgoing, _FORMAT.check, _FORMAT.read

@@ -122,7 +122,7 @@ def read(record: Record, *, run: str) -> tuple[Headers, Manifest]:
 
 
 _CHUNKS = Format(CHUNK_CODEC, decode_chunk, lambda chunk: {"policy_version_min": chunk.version, "part": chunk.index}, _REQUIRED)
-encode_chunk, chunk_headers, read_chunk = _CHUNKS.encode, _CHUNKS.headers, _CHUNKS.read
+encode_chunk, chunk_headers, outgoing_chunk, read_chunk = _CHUNKS.encode, _CHUNKS.headers, _CHUNKS.outgoing, _CHUNKS.read
 
 
 def chain(manifests: Mapping[int, Manifest], version: int) -> list[Manifest]:

@@ -367,10 +367,10 @@ class NewRun:
         return record
 
     def _as_record(self, entry: Entry) -> Outgoing:
-        value = ledger.encode(replace(entry, previous=self._head))
-        self._head = ledger.digest(value)
-        headers = ledger.headers(entry, run=self.run).encode(value)
-        return Outgoing(topic=f"{self.run}.ledger", partition=0, key=entry.kind.encode(), headers=headers, value=value)
+        linked = replace(entry, previous=self._head)
+        outgoing = ledger.outgoing(linked, run=self.run, topic=f"{self.run}.ledger", key=entry.kind.encode())
+        self._head = ledger.digest(outgoing.value)
+        return outgoing
 
     def _renamed(self, record: Record, headers: Headers) -> Outgoing:
         """Return a record of the source as a record of this run, for the same topic and partition."""

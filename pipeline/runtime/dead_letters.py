@@ -24,7 +24,7 @@ from penstock.pipeline.runtime.reporting.reporter import Reporter
 from penstock.pipeline.runtime.topic_reader import POISON
 from penstock.topics import dead_letters
 from penstock.topics.wire.errors import Unusable
-from penstock.topics.wire.record import Outgoing, Record, RecordId
+from penstock.topics.wire.record import Record, RecordId
 
 if TYPE_CHECKING:
     from penstock.infra.kafka.log import KafkaLog
@@ -153,10 +153,8 @@ class DeadLetters:
         text = f"{key} is a dead letter ({error.kind}): {error}; see `penstock topics tail {reporter.run} dead-letters`"
         reporter.throttled.notify(f"dead letters ({error.kind}) from {record.topic}", text)
         dead_letter = dead_letters.from_record(record, kind=error.kind, reason=str(error), worker=reporter.worker, time_ns=time.time_ns())
-        value = dead_letters.encode(dead_letter)
-        headers = dead_letters.headers(dead_letter, run=reporter.run).encode(value)
         topic = f"{reporter.run}.dead-letters"
-        reporter.producer.send(Outgoing(topic=topic, partition=0, key=key.encode(), headers=headers, value=value))
+        reporter.producer.send(dead_letters.outgoing(dead_letter, run=reporter.run, topic=topic, key=key.encode()))
 
     def on_rebalance(self) -> None:
         """Re-read `dead-letters` before the next write: the last owners of new partitions may have written some."""
@@ -248,9 +246,7 @@ def skip(log: "KafkaLog", run: str, topic: str, partition: int, offset: int) -> 
     stretch = range(offset, after)
     reason = f"offsets up to {after - 1} cannot be read; an operator made all readers skip them"
     dead_letter = dead_letters.of_stretch(tp[0], partition, stretch, reason=reason, worker="operator", time_ns=time.time_ns())
-    value = dead_letters.encode(dead_letter)
-    headers = dead_letters.headers(dead_letter, run=run).encode(value)
+    key = f"{topic}/{partition}/{offset}".encode()
     with contextlib.closing(log.producer()) as producer:
-        key = f"{topic}/{partition}/{offset}".encode()
-        producer.send(Outgoing(topic=f"{run}.dead-letters", partition=0, key=key, headers=headers, value=value)).offset(WRITE_LIMIT_S)
+        producer.send(dead_letters.outgoing(dead_letter, run=run, topic=f"{run}.dead-letters", key=key)).offset(WRITE_LIMIT_S)
     return stretch, SKIPPABLE[topic]

@@ -150,6 +150,4 @@ class WriterLease:
     def _record(self, kind: OwnerKind) -> Outgoing:
         """A record that this process has taken the lease, is alive, or has ended."""
         owner = Owner(writer=self.writer, token=self.token, kind=kind, host=socket.gethostname(), time_ns=time.time_ns())
-        value = owners.encode(owner)
-        headers = owners.headers(owner, run=self.run).encode(value)
-        return Outgoing(topic=self._topic, partition=0, key=owners.key(owner), headers=headers, value=value)
+        return owners.outgoing(owner, run=self.run, topic=self._topic, key=owners.key(owner))

@@ -49,4 +49,4 @@ def decode(value: Payload) -> Owner:
 
 
 _FORMAT = Format(CODEC, decode, lambda owner: {"outcome": owner.kind, "worker": owner.writer}, ("outcome", "worker"), OWNER_KINDS)
-encode, headers, check, read = _FORMAT.encode, _FORMAT.headers, _FORMAT.check, _FORMAT.read
+encode, headers, outgoing, check, read = _FORMAT.encode, _FORMAT.headers, _FORMAT.outgoing, _FORMAT.check, _FORMAT.read

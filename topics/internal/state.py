@@ -43,4 +43,4 @@ def decode(value: Payload) -> State:
 
 
 _FORMAT = Format(CODEC, decode, lambda state: {"worker": state.worker}, ("worker",))
-encode, headers, check, read = _FORMAT.encode, _FORMAT.headers, _FORMAT.check, _FORMAT.read
+encode, headers, outgoing, check, read = _FORMAT.encode, _FORMAT.headers, _FORMAT.outgoing, _FORMAT.check, _FORMAT.read

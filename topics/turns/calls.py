@@ -96,4 +96,4 @@ def key_of(claims: Headers) -> TurnKey:
 
 
 _FORMAT = Format(CODEC, decode, _facts, (*REQUIRED, "policy-version-min"))
-encode, headers, check, read = _FORMAT.encode, _FORMAT.headers, _FORMAT.check, _FORMAT.read
+encode, headers, outgoing, check, read = _FORMAT.encode, _FORMAT.headers, _FORMAT.outgoing, _FORMAT.check, _FORMAT.read

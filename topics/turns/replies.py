@@ -76,4 +76,4 @@ def _facts(reply: Reply) -> dict[str, Any]:
 
 
 _FORMAT = Format(CODEC, decode, _facts, (*REQUIRED, "policy-version-min", "policy-version-max"), FINISHES)
-encode, headers, check, read = _FORMAT.encode, _FORMAT.headers, _FORMAT.check, _FORMAT.read
+encode, headers, outgoing, check, read = _FORMAT.encode, _FORMAT.headers, _FORMAT.outgoing, _FORMAT.check, _FORMAT.read

@@ -14,7 +14,7 @@ import pyarrow as pa
 from penstock.topics.wire.columns import Payload, Row, as_row, columns_of, read_rows
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers, match, one_of, read_headers
-from penstock.topics.wire.record import Record
+from penstock.topics.wire.record import Outgoing, Record
 
 T = TypeVar("T")
 
@@ -88,14 +88,21 @@ class Format(Generic[T]):
     """Names of required headers in addition to `run` and `schema`."""
     outcomes: tuple[str, ...] | None = None
     """Allowed values of the header `outcome`; None allows any."""
+    columns: Callable[[T], Row] = as_row
+    """Row -> its columns by name."""
 
     def encode(self, row: T) -> bytes:
         """Return the payload of a row."""
-        return self.codec.encode(as_row(row))
+        return self.codec.encode(self.columns(row))
 
     def headers(self, row: T, *, run: str, worker: str | None = None) -> Headers:
         """Return the headers of a row's record; `worker` is the writer of a row that does not name it."""
         return Headers(run=run, schema=self.codec.name, **{"worker": worker, **self.facts(row)})
+
+    def outgoing(self, row: T, *, run: str, topic: str, key: bytes | None, partition: int = 0) -> Outgoing:
+        """Return a row of `run` as a record to send to the Kafka topic `topic`."""
+        value = self.encode(row)
+        return Outgoing(topic=topic, partition=partition, key=key, headers=self.headers(row, run=run).encode(value), value=value)
 
     def check(self, record: Record, *, run: str) -> Headers:
         """Return the headers of a record of `run`, without decoding its payload. Raises `Unusable`."""

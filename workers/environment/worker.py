@@ -26,7 +26,7 @@ from penstock.topics.turns import calls, replies
 from penstock.topics.turns.calls import Call, TurnKey
 from penstock.topics.turns.replies import Reply
 from penstock.topics.wire.errors import Unusable
-from penstock.topics.wire.record import Outgoing, Record
+from penstock.topics.wire.record import Record
 from penstock.workers.rollout.group_tasks import GroupTasks, PublishedSamples
 from penstock.workers.rollout.worker import GroupWorker
 
@@ -175,9 +175,7 @@ class LogEngine:
             return
         self._waiting[key] = request.group, time.monotonic_ns()
         self._counts["calls"] += 1
-        value = calls.encode(call)
-        headers = calls.headers(call, run=self.run).encode(value)
-        self.producer.send(Outgoing(topic=self.topic, partition=partition, key=str(group).encode(), headers=headers, value=value))
+        self.producer.send(calls.outgoing(call, run=self.run, topic=self.topic, key=str(group).encode(), partition=partition))
 
     def take(self, record: Record) -> None:
         """Store the reply in a record, and let the next `step` return it if its turn waits. Raises `Unusable` for an invalid record."""

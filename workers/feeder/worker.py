@@ -324,10 +324,9 @@ def _admissible(state: Admission, session: Session, data: Data, renderer: Render
         slot = rules.slot_of(admitted=number, dropped=state.dropped)
         oldest = rules.min_version(schedule, slot=slot, newest_version=state.ledger.newest_version)
         prompt = _prompt(session, data, renderer, choice, row, number=number, slot=slot, min_version=oldest)
+        topic, key = session.topic("prompts"), str(number).encode()
         with reporter.encoding:
-            value = prompts.encode(prompt)
-            headers = prompts.headers(prompt, run=session.run).encode(value)
-        batch.append(Outgoing(topic=session.topic("prompts"), partition=partition, key=str(number).encode(), headers=headers, value=value))
+            batch.append(prompts.outgoing(prompt, run=session.run, topic=topic, key=key, partition=partition))
         state.admit(number, partition, choice=choice)
     everything = limit - state.dropped >= session.steps * schedule.prompts_per_step + schedule.oversample_groups
     if everything:

@@ -28,7 +28,7 @@ from penstock.topics.turns import calls, replies
 from penstock.topics.turns.calls import Call, TurnKey
 from penstock.topics.turns.replies import Reply
 from penstock.topics.wire.errors import Unusable
-from penstock.topics.wire.record import Outgoing, Record
+from penstock.topics.wire.record import Record
 from penstock.workers.rollout.generation_loop import GenerationLoop
 
 MAX_REPLIED = 4096
@@ -336,10 +336,9 @@ class CallWorker(GenerationLoop):
                 self._completed.append((task, completion))
                 continue
             reply = reply_to(task.call, task.key.sha256, completion, worker=session.worker)
+            key = str(reply.group).encode()
             with session.reporter.encoding:
-                value = replies.encode(reply)
-                headers = replies.headers(reply, run=session.run).encode(value)
-            outgoing = Outgoing(topic=topic, partition=task.partition, key=str(reply.group).encode(), headers=headers, value=value)
+                outgoing = replies.outgoing(reply, run=session.run, topic=topic, key=key, partition=task.partition)
             task.sent = self.producer.send(outgoing)
             self.tasks.generating.pop(task.number, None)
             session.reporter.add("calls")

@@ -227,13 +227,11 @@ class RunWriter:
         session = self.session
         entry = Entry(seq=self.state.last_seq + 1, kind=kind, time_ns=time.time_ns(), previous=self.state.head, **fields)
         with session.reporter.encoding:
-            value = ledger.encode(entry)
-            headers = ledger.headers(entry, run=session.run).encode(value)
-            record = Outgoing(topic=session.topic("ledger"), partition=0, key=kind.encode(), headers=headers, value=value)
+            record = ledger.outgoing(entry, run=session.run, topic=session.topic("ledger"), key=kind.encode())
         faults.reach(f"ledger.{kind}.before")
         self.newest_offset = self.transactions.commit([*also, record])[-1]
         faults.reach(f"ledger.{kind}.after")
-        self.state.last_seq, self.state.head = entry.seq, ledger.digest(value)
+        self.state.last_seq, self.state.head = entry.seq, ledger.digest(record.value)
         return entry
 
     def publish(self, content: Weights, *, version: int, step: int) -> None:

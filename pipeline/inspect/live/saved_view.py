@@ -20,7 +20,6 @@ from penstock.topics.catalogue import RUNS_TOPIC, STATE, topic_name
 from penstock.topics.internal import state
 from penstock.topics.ledger import Entry
 from penstock.topics.wire.errors import Unusable
-from penstock.topics.wire.record import Outgoing
 
 FORMAT = 2
 EVERY_S = 15.0
@@ -56,9 +55,7 @@ class ViewWriter:
             return None
         named = {f"{name.removeprefix(f'{view.run}.')}/{number}": offset for (name, number), offset in positions.items()}
         record = state.State(worker=self.worker, positions=json.dumps(named), view=text)
-        value = state.encode(record)
-        headers = state.headers(record, run=view.run).encode(value)
-        return self.producer.send(Outgoing(topic=topic, partition=0, key=state.KEY, headers=headers, value=value))
+        return self.producer.send(state.outgoing(record, run=view.run, topic=topic, key=state.KEY))
 
 
 def newest(log: Log, run: str) -> Saved:

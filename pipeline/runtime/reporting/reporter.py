@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -18,7 +18,6 @@ from penstock.pipeline.runtime.reporting.log_lines import print_line
 from penstock.topics import metrics
 from penstock.topics.catalogue import control_topic
 from penstock.topics.metrics import Activity
-from penstock.topics.wire.record import Outgoing
 
 
 def peak_rss() -> float:
@@ -269,12 +268,11 @@ class Reporter:
                 version=version, step=step, values=dict(values), labels=dict(labels or {}),
             )  # fmt: skip
             self._sequence += 1
-            value = metrics.encode(measurement)
-            headers = metrics.headers(measurement, run=self.run).encode(value)
+            outgoing = metrics.outgoing(measurement, run=self.run, topic=f"{self.run}.metrics", key=self.worker.encode())
             if control:
                 topic, key = control_topic(self.run, self.role), f"{self.worker}/{kind}/{version}".encode()
-                self.producer.send(Outgoing(topic=topic, partition=0, key=key, headers=headers, value=value))
-            self.producer.send(Outgoing(topic=f"{self.run}.metrics", partition=0, key=self.worker.encode(), headers=headers, value=value))
+                self.producer.send(replace(outgoing, topic=topic, key=key))
+            self.producer.send(outgoing)
 
     def close(self, *, status: str) -> None:
         self.throttled.sum_up(now=True)
