@@ -3,11 +3,11 @@
 Every call has a time limit and returns a value or raises a `LogError`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from penstock.infra.errors import Unrecoverable
+from penstock.infra.errors import LogError, Unrecoverable
 from penstock.topics.catalogue import TopicSpec
 from penstock.topics.wire.record import Outgoing, Record
 
@@ -248,3 +248,37 @@ class Log(Protocol):
     def costs(self) -> dict[str, float]: ...
     def counts(self) -> dict[str, float]: ...
     def close(self) -> None: ...
+
+
+BATCH = 500
+POLL_S = 0.02
+"""A transaction's marker at the end of a partition delivers no record: the position is checked this often."""
+SILENCE_S = 600.0
+"""Timeout for a broker that responds, but sends no record although there are more."""
+
+
+def drain(
+    tail: Tail, ends: Mapping[Partition, int], *, silence_s: float = SILENCE_S, alive: Callable[[], None] = lambda: None
+) -> Iterator[Record]:
+    """Yield the records of an open tail until it reaches these end offsets; `alive` is called before each poll.
+
+    Raises `LogError` after `silence_s` without a record, not counting outages.
+    """
+    behind, silent_s = [at for at, end in ends.items() if tail.position(at) < end], 0.0
+    while behind:
+        alive()
+        records = tail.poll(POLL_S, max_records=BATCH)
+        silent_s = 0.0 if records or tail.outage_s > 0 else silent_s + POLL_S
+        if silent_s >= silence_s:
+            unread = ", ".join(f"{topic}/{partition}" for topic, partition in behind)
+            raise LogError(f"no record arrived for {silence_s:g} s, but these partitions were not read to their end: {unread}")
+        yield from records
+        behind = [at for at in behind if tail.position(at) < ends[at]]
+
+
+def read_to_current_end(log: Log, tail: Tail, *, include_open: bool = False) -> Iterator[Record]:
+    """Yield the records of an open tail up to the end offsets at the time of the call.
+
+    With `include_open`, waits for the transactions that are open now and yields their records too.
+    """
+    return drain(tail, log.end_offsets(tail.partitions, committed=not include_open))

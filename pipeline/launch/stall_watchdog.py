@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from penstock.infra.errors import LogError
 from penstock.infra.kafka.hanging import end_hanging, hanging_transactions
 from penstock.infra.kafka.log import KafkaLog
-from penstock.infra.log import Log
+from penstock.infra.log import Log, drain
 from penstock.pipeline.inspect.live.frame import waiting_for as waits_of_workers
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.stall import Generated, RunSnapshot, Stuck, find, waiting_for
-from penstock.pipeline.runtime.topic_reader import drain
 from penstock.topics import rollouts
 from penstock.topics.wire.errors import Unusable
 

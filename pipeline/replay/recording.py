@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from penstock.infra.errors import LogError, LogUnreachable, PenstockError, RunNotFound, Unrecoverable
-from penstock.infra.log import Log, Tail
+from penstock.infra.log import Log, Tail, drain
 from penstock.pipeline.config.load import Config, from_json, with_values
 from penstock.pipeline.learner.ledger_history import READ_LIMIT_S, LedgerHistory, read_planned, with_later_parts
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.registration.run_registry import Registration, registration
-from penstock.pipeline.runtime.topic_reader import RunReader, drain
+from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics import groups
 from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry, Planned

@@ -5,23 +5,16 @@ ones. Any other repetition changes nothing and a record beyond a gap is refused,
 """
 
 import contextlib
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.infra.errors import LogError
-from penstock.infra.log import Log, Partition, Start, Tail
+from penstock.infra.log import Log, Partition, Start, Tail, read_to_current_end
 from penstock.topics import ledger, weights
 from penstock.topics.ledger import Entry
 from penstock.topics.weights import Manifest
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
-
-_CATCH_UP_POLL_S = 0.2
-"""A transaction's marker at the end of a partition delivers no record: the position is checked this often."""
-SILENCE_S = 60.0
-"""Timeout for a broker that responds, but sends no record although there are more."""
 
 
 @dataclass(slots=True)
@@ -127,17 +120,9 @@ class LedgerFollower:
             self._apply(record)
 
     def catch_up(self) -> None:
-        """Apply every record up to the current end offsets. Raises `LogError` if no record arrives for `SILENCE_S`."""
-        ends = self._log.end_offsets([(f"{self.state.run}.ledger", 0), (f"{self.state.run}.weights", 0)])
-        last = time.monotonic()
-        while behind := [at for at, end in ends.items() if self._tail.position(at) < end]:
-            records = self._tail.poll(_CATCH_UP_POLL_S)
-            for record in records:
-                self._apply(record)
-            if records or self._tail.outage_s > 0:
-                last = time.monotonic()
-            elif time.monotonic() - last > SILENCE_S:
-                raise LogError(f"no record of {behind[0][0]}/{behind[0][1]} arrived for {SILENCE_S:g} s, although its end was not reached")
+        """Apply every record up to the current end offsets."""
+        for record in read_to_current_end(self._log, self._tail):
+            self._apply(record)
 
     def close(self) -> None:
         self._tail.close()

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Generic, TypeVar
 
-from penstock.infra.errors import LogError, RecordMissing
-from penstock.infra.log import Log, Partition, Start, Tail
+from penstock.infra.errors import RecordMissing
+from penstock.infra.log import Log, Partition, Start, drain
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.topics import dead_letters, groups, prompts, rollouts
 from penstock.topics.dead_letters import DeadLetter
@@ -26,11 +26,6 @@ from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record, RecordId
 
-BATCH = 500
-POLL_S = 0.02
-"""A transaction's marker at the end of a partition delivers no record: the position is checked this often."""
-SILENCE_S = 600.0
-"""Timeout for a broker that responds, but sends no record although there are more."""
 EFFECTS_FIRST = ("metrics", "ledger", "weights", "groups", "rollouts", "prompts", "dead-letters")
 """Order in which end offsets are read, so that the records that any record refers to are before the end of their topic."""
 
@@ -260,33 +255,6 @@ def between(log: Log, at: Partition, start: int, end: int, *, fetch_bytes: int |
         return
     with contextlib.closing(log.tail({at: start}, fetch_bytes=fetch_bytes)) as tail:
         yield from (record for record in drain(tail, {at: end}) if record.offset < end)
-
-
-def drain(
-    tail: Tail, ends: Mapping[Partition, int], *, silence_s: float = SILENCE_S, alive: Callable[[], None] = lambda: None
-) -> Iterator[Record]:
-    """Yield the records of an open tail until it reaches these end offsets; `alive` is called before each poll.
-
-    Raises `LogError` after `silence_s` without a record.
-    """
-    behind, silent_s = [at for at, end in ends.items() if tail.position(at) < end], 0.0
-    while behind:
-        alive()
-        records = tail.poll(POLL_S, max_records=BATCH)
-        silent_s = 0.0 if records else silent_s + POLL_S
-        if silent_s >= silence_s:
-            unread = ", ".join(f"{topic}/{partition}" for topic, partition in behind)
-            raise LogError(f"no record arrived for {silence_s:g} s, but these partitions were not read to their end: {unread}")
-        yield from records
-        behind = [at for at in behind if tail.position(at) < ends[at]]
-
-
-def read_to_current_end(log: Log, tail: Tail, *, include_open: bool = False) -> Iterator[Record]:
-    """Yield the records of an open tail up to the end offsets at the time of the call.
-
-    With `include_open`, waits for the transactions that are open now and yields their records too.
-    """
-    return drain(tail, log.end_offsets(tail.partitions, committed=not include_open))
 
 
 def _up_to(

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.infra.errors import LogError, Unrecoverable
-from penstock.infra.log import Commits, Committed, Partition, Start, Tail
+from penstock.infra.log import Commits, Committed, Partition, Start, Tail, read_to_current_end
 from penstock.pipeline.data.read_files import Row
 from penstock.pipeline.data.run_data import Choice, Choices, Data, PromptOrder, choice_of, open_data, pool_of, refuse_changed
 from penstock.pipeline.data.tokenization import Renderer
@@ -20,7 +20,7 @@ from penstock.pipeline.runtime import offset_metadata
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.offset_metadata import FeederOffsetMetadata
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.runtime.topic_reader import RunReader, deleted, read_to_current_end
+from penstock.pipeline.runtime.topic_reader import RunReader, deleted
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.resume_point import ResumePoint, resume_point_of
 from penstock.pipeline.scheduling.rules import Presence, WorkingClock, update_presence

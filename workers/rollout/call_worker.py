@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampling
-from penstock.infra.log import Assigned, Commits, Pending, Producer, Tail
+from penstock.infra.log import Assigned, Commits, Pending, Producer, Tail, read_to_current_end
 from penstock.pipeline.agents.engine import turn_number
 from penstock.pipeline.runtime import offset_metadata
 from penstock.pipeline.runtime.offset_metadata import CallOffsetMetadata
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.runtime.topic_reader import read_to_current_end
 from penstock.pipeline.runtime.weights.receive import WeightPrefetch
 from penstock.pipeline.scheduling import rules
 from penstock.topics.metrics import Activity

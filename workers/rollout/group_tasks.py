@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.infra.engines.base import Completion
-from penstock.infra.log import Log, Partition, Pending, Start, Tail
+from penstock.infra.log import Log, Partition, Pending, Start, Tail, read_to_current_end
 from penstock.pipeline.runtime import offset_metadata
 from penstock.pipeline.runtime.offset_metadata import RolloutOffsetMetadata
-from penstock.pipeline.runtime.topic_reader import read_to_current_end
 from penstock.pipeline.scheduling.rules import IdSet
 from penstock.topics import rollouts
 from penstock.topics.prompts import Prompt

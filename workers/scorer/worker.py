@@ -8,14 +8,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock.infra.log import Assigned, Member, Records, Revoked, Transactions
+from penstock.infra.log import Assigned, Member, Records, Revoked, Transactions, read_to_current_end
 from penstock.infra.sandbox.timed_pool import Done, Failed
 from penstock.pipeline.data.tokenization import Decoder
 from penstock.pipeline.rewards.functions import Score
 from penstock.pipeline.rewards.scoring import FaultCount, MissingRewards, RewardPool, group_of, group_outcome, payload_of, reward_pool
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.runtime.topic_reader import POISON, read_to_current_end
+from penstock.pipeline.runtime.topic_reader import POISON
 from penstock.topics import groups, prompts, rollouts
 from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.metrics import Activity

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.infra.errors import LogError
-from penstock.infra.log import Log, Partition, Start, Tail
+from penstock.infra.log import Log, Partition, Start, Tail, read_to_current_end
 from penstock.pipeline.archive.index.group_rows import STEPS
 from penstock.pipeline.archive.index.queries import Filters, GroupList
 from penstock.pipeline.archive.index.run_index import RunIndex
@@ -31,7 +31,7 @@ from penstock.pipeline.inspect.web import run_facts
 from penstock.pipeline.inspect.web.build import Limits, index_of
 from penstock.pipeline.inspect.web.groups import newest_groups
 from penstock.pipeline.learner.ledger_history import with_later_parts
-from penstock.pipeline.runtime.topic_reader import RunReader, read_to_current_end
+from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics import groups
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.groups import Group

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from penstock.infra.errors import ConfigError, RecordMissing
-from penstock.infra.log import Log
+from penstock.infra.log import Log, drain
 from penstock.pipeline.config.plugins import nearest
-from penstock.pipeline.runtime.topic_reader import POISON, drain, scan
+from penstock.pipeline.runtime.topic_reader import POISON, scan
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS, TURNS, topic_name
 from penstock.topics.turns import calls, replies

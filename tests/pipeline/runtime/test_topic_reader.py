@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from penstock.infra.errors import LogError
+from penstock.infra.log import POLL_S, drain
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.inspect.run_view import read_view
 from penstock.pipeline.runtime.ledger_follower import LedgerState
-from penstock.pipeline.runtime.topic_reader import POLL_S, RunReader, drain, scan
+from penstock.pipeline.runtime.topic_reader import RunReader, scan
 from penstock.topics import dead_letters, groups, rollouts
 from penstock.topics.wire.record import Outgoing, Record
 from tests.support.a_run import RUN, RecordBuilder, outgoing, with_group
