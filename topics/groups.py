@@ -127,19 +127,9 @@ def encode_parts(group: Group, *, run: str, worker: str, max_bytes: int = MAX_PA
     """
     ranges = list(_ranges(group, max_bytes=max_bytes))
     pieces = [replace(group, samples=group.samples[low:high]) for low, high in ranges]
-    payloads = [_encode(piece, part=part, parts=len(pieces)) for part, piece in enumerate(pieces)]
+    payloads = [encode(piece, part=part, parts=len(pieces)) for part, piece in enumerate(pieces)]
     all_samples = headers(group, run=run, worker=worker, sha256=digest(payloads))
     return [(replace(all_samples, part=part, parts=len(payloads)), payload) for part, payload in enumerate(payloads)]
-
-
-def encode(group: Group) -> bytes:
-    """Return the payload of a group in one part of any size."""
-    return _encode(group, part=0, parts=1)
-
-
-def encode_part(part: Part) -> bytes:
-    """Return the payload of one part, the inverse of `decode_part`."""
-    return _encode(part.group, part=part.part, parts=part.parts)
 
 
 def decode(value: Payload) -> Group:
@@ -277,8 +267,8 @@ def _ranges(group: Group, *, max_bytes: int) -> Iterator[tuple[int, int]]:
     yield low, len(group.samples)
 
 
-def _encode(group: Group, *, part: int, parts: int) -> bytes:
-    """Return the payload of one part of a group. Raises `ValueError` for a sample of another group."""
+def encode(group: Group, *, part: int = 0, parts: int = 1) -> bytes:
+    """Return the payload of one part of a group, of any size. Raises `ValueError` for a sample of another group."""
     for sample in group.samples:
         if sample.rollout.group != group.group:
             raise ValueError(f"group {group.group}: sample {sample.rollout.sample} belongs to group {sample.rollout.group}")

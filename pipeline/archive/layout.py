@@ -106,7 +106,11 @@ def _kind(name: str, module: Any, headers: Callable[..., Headers], *facts: pa.Fi
     return Kind(name=name, headers=headers, facts=facts, **{"topic": name, **own, **functions})
 
 
-_PARTS = {"read": _read_part, "decode": groups.decode_part, "encode": groups.encode_part}
+_PARTS = {
+    "read": _read_part,
+    "decode": groups.decode_part,
+    "encode": lambda part: groups.encode(part.group, part=part.part, parts=part.parts),
+}
 _SAMPLES = {"read": rollouts.read_all, "decode": rollouts.decode_all, "encode": lambda samples: rollouts.encode(*samples)}
 _CHUNKS = {"codec": weights.CHUNK_CODEC, "read": weights.read_chunk, "decode": weights.decode_chunk, "encode": weights.encode_chunk}
 

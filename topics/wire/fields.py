@@ -20,11 +20,6 @@ def list_of(kind: pa.DataType, *, nullable: bool = False) -> pa.DataType:
     return pa.list_(pa.field("item", kind, nullable=nullable))
 
 
-def map_of(kind: pa.DataType) -> pa.DataType:
-    """Return the type of maps from strings to `kind`."""
-    return pa.map_(pa.string(), pa.field("value", kind, nullable=False))
-
-
 def fields_of(record: type, **kinds: pa.DataType) -> tuple[pa.Field, ...]:
     """Return a column for each field of a dataclass, in order; `kinds` has types by field where the annotation does not determine them."""
     return tuple(
@@ -54,7 +49,7 @@ def _arrow(hint: Any) -> pa.DataType:
     if origin is tuple and inner[1:] == (...,):
         return list_of(_arrow(inner[0]), nullable=type(None) in get_args(inner[0]))
     if origin is dict:
-        return map_of(_arrow(inner[1]))
+        return pa.map_(pa.string(), column("value", _arrow(inner[1])))
     return pa.struct(fields_of(hint)) if isinstance(hint, type) and is_dataclass(hint) else _ARROW[hint]
 
 

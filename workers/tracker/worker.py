@@ -19,7 +19,7 @@ from penstock.infra.errors import LogError
 from penstock.infra.log import Log, Partition
 from penstock.infra.mlflow.tracking import ModelVersion, RegisteredCheckpoints
 from penstock.infra.mlflow.uploader import Uploader
-from penstock.infra.paths import run_directory
+from penstock.infra.paths import run_directory, write_complete
 from penstock.pipeline.archive.index.run_index import RunIndex
 from penstock.pipeline.archive.index.segments import FOLDER
 from penstock.pipeline.inspect.live import saved_view
@@ -67,9 +67,7 @@ def _write_texts(session: Session, report: Mapping[str, Any], directory: Path) -
         as_lines: as_text(report, directory=directory, full=True),
     }
     for name, text in contents.items():
-        unfinished = directory / f".{name}.tmp"
-        unfinished.write_text(text + "\n" if not text.endswith("\n") else text, encoding="utf-8")
-        unfinished.replace(directory / name)
+        write_complete(directory / name, text.removesuffix("\n") + "\n")
     return [directory / name for name in contents]
 
 

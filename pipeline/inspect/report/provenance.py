@@ -1,7 +1,6 @@
 """Writes the in-toto provenance statement of a model: claims computed from the run's log alone, and the SHA-256 of the model's files."""
 
 import contextlib
-import hashlib
 import json
 import re
 import secrets
@@ -14,7 +13,7 @@ from typing import Any
 
 from penstock.infra.errors import ConfigError, LogError, RunNotFound
 from penstock.infra.log import Log
-from penstock.infra.paths import run_directory, write_complete, write_private
+from penstock.infra.paths import run_directory, sha256_of, write_complete, write_private
 from penstock.pipeline.config.fields import SCHEME, is_hub_name
 from penstock.pipeline.config.load import Config, from_json
 from penstock.pipeline.inspect.metrics import settled
@@ -222,11 +221,6 @@ def files_of(directory: Path, named: Collection[str] = ()) -> dict[str, Path]:
     return {
         name: path for name, path in paths.items() if name in named or not any(fnmatch(name, pattern) for pattern in (STATEMENT, *UNNAMED))
     }
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_statement(directory: Path) -> dict[str, Any]:

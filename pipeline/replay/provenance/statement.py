@@ -19,6 +19,7 @@ from typing import Any, Literal
 from penstock.infra.checkpoints import MANIFEST, CheckpointStore, Recorded
 from penstock.infra.errors import CheckpointError, ConfigError, PenstockError, Unrecoverable
 from penstock.infra.log import Log
+from penstock.infra.paths import sha256_of
 from penstock.infra.tensors.stream import TensorBytes, digest, hash_of
 from penstock.pipeline.inspect.report.card import card
 from penstock.pipeline.inspect.report.provenance import (
@@ -30,7 +31,6 @@ from penstock.pipeline.inspect.report.provenance import (
     log_claims,
     read_published,
     read_statement,
-    sha256_of,
     stored_secret,
 )
 from penstock.pipeline.replay.recording import Recording, prepare
