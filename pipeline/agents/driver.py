@@ -137,7 +137,8 @@ class Episode:
             tools = await self._reset()
         except TemplateRefused as error:
             raise EnvironmentBroken("reset", f"the chat template cannot render the environment's texts: {error}") from error
-        prompt_tools = tools or self._tools_of_row()
+        # An environment without tools may parse tool calls itself: the row has the tools.
+        prompt_tools = tools or (tools_of(self.request.row.get(TOOLS)) if isinstance(self.template, ChatTemplate) else None)
         self._conversation = Conversation(self.template, prompt_tools or None, history=limits.history, reads_calls=bool(tools))
         malformed = 0
         for _ in range(limits.max_turns):
@@ -200,10 +201,6 @@ class Episode:
             else:
                 self.episode_state.messages.append(message)
         return list(observed["tools"])
-
-    def _tools_of_row(self) -> Sequence[Mapping[str, Any]] | None:
-        """Return the tools in the row's column, None if there are none, for an environment without tools that parses tool calls itself."""
-        return tools_of(self.request.row.get(TOOLS)) if isinstance(self.template, ChatTemplate) else None
 
     async def _finished(self, finish: Literal["stop", "length"], turn: int) -> Trajectory:
         """End the trajectory and return it; the environment's reward for the episode is added to that of turn `turn`."""

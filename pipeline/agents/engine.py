@@ -7,7 +7,7 @@ thread and child processes of their own, so that a busy engine does not consume 
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,28 +27,21 @@ from penstock.pipeline.agents.record import EpisodeRequest, Generate, Generation
 from penstock.pipeline.data.conversation.messages import Template
 
 if TYPE_CHECKING:
-    from penstock.pipeline.agents.gateway.episode import AgentEpisode, AgentEpisodes
+    from penstock.pipeline.agents.gateway.episode import AgentEpisode
 
 
-@dataclass(slots=True, kw_only=True)
-class EnvironmentEpisodes:
-    """Creates episodes whose environments run in child processes; used in one asyncio loop, as is `AgentEpisodes`."""
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """Creates the episodes of a source; used in one asyncio loop."""
 
-    sessions: Sessions
-    template: Template
-    limits: Limits
-    on_loss: Callable[[str], None]
+    make: "Callable[..., Episode | AgentEpisode]"
+    close: Callable[[], Awaitable[None]]
+    """Ends what the episodes share: child processes, or the agents' endpoint."""
 
-    def episode(self, request: EpisodeRequest, sample: int, *, generate: Generate, version: int) -> Episode:
+    def episode(self, request: EpisodeRequest, sample: int, *, generate: Generate, version: int) -> "Episode | AgentEpisode":
         """Return a new episode for one sample of a group; its turns come from `generate`, `version` is the newest policy version."""
         seed = seed_of(request.row, seed=request.seed, group=request.random_group)
-        return Episode(
-            request=request, sample=sample, seed=seed, template=self.template, sessions=self.sessions, limits=self.limits,
-            generate=generate, on_loss=self.on_loss, version=version,
-        )  # fmt: skip
-
-    async def close(self) -> None:
-        await self.sessions.close()
+        return self.make(request=request, sample=sample, seed=seed, generate=generate, version=version)
 
 
 async def open_episodes(
@@ -59,22 +52,21 @@ async def open_episodes(
     processes: int,
     rules: ChildRules = ENVIRONMENT,
     on_loss: Callable[[str], None] = lambda _: None,
-) -> "EnvironmentEpisodes | AgentEpisodes":
+) -> Episodes:
     """Return the factory of episodes for `source`, which is used in the running asyncio loop and starts at most `processes` children.
 
     `on_loss` is called with a line per recovered failure. Raises `PenstockError` if packages for agents are missing.
     """
+    shared: dict[str, Any] = {"template": template, "limits": limits, "on_loss": on_loss}
     if source.startswith(AGENT):
         try:
-            from penstock.pipeline.agents.gateway.episode import AgentEpisodes, Gateway
+            from penstock.pipeline.agents.gateway.episode import AgentEpisode, Gateway
         except ImportError as error:
             raise PenstockError(f"{source!r} needs the agents' endpoint: pip install '.[agents]' in the checkout ({error})") from error
         gateway, programs = Gateway(), asyncio.Semaphore(processes)
-        return AgentEpisodes(
-            source=source, template=template, gateway=gateway, programs=programs, limits=limits, rules=rules, on_loss=on_loss
-        )
+        return Episodes(partial(AgentEpisode, source=source, gateway=gateway, programs=programs, rules=rules, **shared), gateway.close)
     sessions = Sessions(CHILD, size=processes, init={"source": source}, rules=rules)
-    return EnvironmentEpisodes(sessions=sessions, template=template, limits=limits, on_loss=on_loss)
+    return Episodes(partial(Episode, sessions=sessions, **shared), sessions.close)
 
 
 WAIT_S = 0.02

@@ -245,13 +245,7 @@ class Config(Section):
     @property
     def rules(self) -> Schedule:
         """The schedule as a frozen object that all workers use."""
-        schedule = self.schedule
-        return preset(
-            schedule.mode, prompts_per_step=schedule.prompts_per_step, samples_per_prompt=schedule.samples_per_prompt,
-            steps_per_version=schedule.steps_per_version, max_lag=schedule.max_lag, order=schedule.order,
-            stale_in_hand=schedule.stale_in_hand, oversample=schedule.oversample,
-            oversample_groups=schedule.oversample_groups, max_drops_per_step=schedule.max_drops_per_step,
-        )  # fmt: skip
+        return preset(**self.schedule.model_dump())
 
     def steps(self, rows: int) -> int:
         """Optimizer steps of the run over a data set of `rows` rows; an incomplete last step is dropped."""

@@ -73,7 +73,7 @@ class Selection:
 
     def _ready(self) -> Iterator[Planned]:
         while (candidate := self._selector.take(learner_version=0)) is not None:
-            yield Planned(group=candidate.group, sha256=candidate.sha256, partition=candidate.partition, offset=candidate.offset)
+            yield candidate.planned
 
     def _all(self) -> Iterator[list[Record]]:
         """Add all groups in the log to the selector in the order of scoring; yields one empty batch."""
@@ -108,15 +108,12 @@ class Selection:
             headers = groups.check(record, run=self.recording.run)
         except Unusable:
             return None
-        assert headers.group is not None and headers.outcome is not None
         if headers.part != 0:
             return None
         trainable = bool(headers.samples) and not groups.lacks_rewards(headers.samples, headers.no_reward)
         admitted = headers.outcome == "filtered" and trainable and not self.config.algorithm.filter_zero_variance
-        return Candidate(
-            group=headers.group, outcome="scored" if admitted else headers.outcome, policy_version_min=0, partition=record.partition,
-            offset=record.offset, parts=headers.parts or 1, sha256=headers.sha256 or "",
-        )  # fmt: skip
+        candidate = Candidate.of(record, headers)
+        return replace(candidate, outcome="scored" if admitted else candidate.outcome, policy_version_min=0)
 
     def _trained(self, planned: Planned) -> bool:
         """True unless the group is excluded, or the new filter drops a group with equal rewards that the run had trained on."""

@@ -7,7 +7,7 @@ All differences between modes are fields of `Schedule`, and `MODES` has the name
 import time
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -64,33 +64,11 @@ MODES: Mapping[str, Schedule] = {
 }
 
 
-def preset(
-    mode: str,
-    *,
-    prompts_per_step: int,
-    samples_per_prompt: int,
-    steps_per_version: int,
-    max_lag: int | None = None,
-    order: Order | None = None,
-    stale_in_hand: StaleInFlight | None = None,
-    oversample: int = 0,
-    oversample_groups: int = 0,
-    max_drops_per_step: int | None = None,
-) -> Schedule:
-    """A named mode with this run's sizes. None keeps the mode's value; `max_drops_per_step` is max(16 U·S, 64) by default."""
-    base = MODES[mode]
-    return replace(
-        base,
-        prompts_per_step=prompts_per_step,
-        samples_per_prompt=samples_per_prompt,
-        steps_per_version=steps_per_version,
-        max_lag=base.max_lag if max_lag is None else max_lag,
-        order=order or base.order,
-        stale_in_hand=stale_in_hand or base.stale_in_hand,
-        oversample=oversample,
-        oversample_groups=oversample_groups,
-        max_drops_per_step=max_drops_per_step or max(16 * prompts_per_step * steps_per_version, 64),
-    )
+def preset(mode: str, **fields: Any) -> Schedule:
+    """A named mode with this run's fields. None keeps the mode's value; `max_drops_per_step` is max(16 U·S, 64) by default."""
+    schedule = replace(MODES[mode], **{name: value for name, value in fields.items() if value is not None})
+    most_drops = fields.get("max_drops_per_step") or max(16 * schedule.round_groups, 64)
+    return replace(schedule, max_drops_per_step=most_drops)
 
 
 DROPPED = frozenset({"filtered", "failed", "abandoned"})

@@ -7,8 +7,12 @@ same outcomes train the same steps.
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Self
 
 from penstock.pipeline.scheduling.rules import DROPPED, Schedule, is_fresh
+from penstock.topics.ledger import Planned
+from penstock.topics.wire.headers import Headers
+from penstock.topics.wire.record import Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +26,21 @@ class Candidate:
     partition: int
     offset: int
     """Offset of the first part."""
-    parts: int
     sha256: str
+
+    @classmethod
+    def of(cls, first: Record, headers: Headers) -> Self:
+        """Return a group from the record of its first part and the checked headers of any part."""
+        assert headers.group is not None and headers.outcome is not None
+        return cls(
+            group=headers.group, outcome=headers.outcome, policy_version_min=headers.policy_version_min or 0, partition=first.partition,
+            offset=first.offset, sha256=headers.sha256 or "",
+        )  # fmt: skip
+
+    @property
+    def planned(self) -> Planned:
+        """The group in the plan of a step."""
+        return Planned(group=self.group, sha256=self.sha256, partition=self.partition, offset=self.offset)
 
 
 @dataclass(slots=True)

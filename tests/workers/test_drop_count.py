@@ -89,7 +89,7 @@ class Run:
         if self.ended:
             return
         for number, outcome in self.log[self.read :]:
-            at = {"partition": 0, "offset": number, "parts": 1, "sha256": ""}
+            at = {"partition": 0, "offset": number, "sha256": ""}
             self.drops.inbox.selector.add(Candidate(group=number, outcome=outcome, policy_version_min=self.steps, **at))
         self.read = len(self.log)
         while count and self.steps < STEPS and (found := self.drops.inbox.selector.take(learner_version=self.steps)) is not None:

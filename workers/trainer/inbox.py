@@ -82,9 +82,9 @@ class GroupInbox:
         except Unusable as error:
             self.dead_letter(record, error)
             if error.kind == POISON:  # its headers were checked: the group is in the log, and cannot be trained
-                self.selector.refuse(_candidate(record, headers))
+                self.selector.refuse(Candidate.of(record, headers))
             return
-        self.selector.add(_candidate(records[0], headers))
+        self.selector.add(Candidate.of(records[0], headers))
         mean = headers.reward_mean
         self.scale.see(() if mean is None else (mean,))
         if headers.outcome != "scored":
@@ -137,15 +137,6 @@ class GroupInbox:
         if problem := untrainable(group, vocabulary=self.vocabulary):
             raise Unusable(f"group {group.group} is skipped, because it cannot be trained on: {problem}", kind=POISON)
         return group
-
-
-def _candidate(first: Record, headers: Headers) -> Candidate:
-    """A group as the selector needs it, from the record of its first part and any part's headers."""
-    assert headers.group is not None and headers.outcome is not None
-    return Candidate(
-        group=headers.group, outcome=headers.outcome, policy_version_min=headers.policy_version_min or 0, partition=first.partition,
-        offset=first.offset, parts=headers.parts or 1, sha256=headers.sha256 or "",
-    )  # fmt: skip
 
 
 SHOWN_CAUSES = 6

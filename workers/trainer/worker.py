@@ -176,7 +176,7 @@ class Trainer:
                 continue
             self.writer.finish_pending(wait=False)
             candidate, group = selected
-            plan.append(Planned(group=candidate.group, sha256=candidate.sha256, partition=candidate.partition, offset=candidate.offset))
+            plan.append(candidate.planned)
             held.append((group, plan[-1]))
             if self.device is not None and len(plan) < schedule.prompts_per_step:
                 continue

@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from penstock.infra.sandbox.program import Loopback, Program, how_it_ended
 from penstock.infra.sandbox.spawn import ENVIRONMENT, ChildRules
-from penstock.pipeline.agents.driver import BACKOFF_S, EnvironmentBroken, Limits, seed_of
+from penstock.pipeline.agents.driver import BACKOFF_S, EnvironmentBroken, Limits
 from penstock.pipeline.agents.environments.sources import AGENT, PYTHON
 from penstock.pipeline.agents.gateway.chat import AgentSession, BadRequest, TrajectoryEnded, events
 from penstock.pipeline.agents.record import EpisodeRequest, EpisodeState, Generate, Trajectory, trajectory_of
@@ -199,6 +199,7 @@ class AgentEpisode:
     template: Template
     gateway: Gateway
     programs: asyncio.Semaphore
+    """Limits the number of programs that run at a time."""
     limits: Limits
     generate: Generate
     rules: ChildRules = ENVIRONMENT
@@ -310,27 +311,3 @@ class AgentEpisode:
             "NO_PROXY": "127.0.0.1,localhost",
             "no_proxy": "127.0.0.1,localhost",
         }
-
-
-@dataclass(slots=True, kw_only=True)
-class AgentEpisodes:
-    """Creates episodes of an agent program, which share one endpoint."""
-
-    source: str
-    template: Template
-    gateway: Gateway
-    programs: asyncio.Semaphore
-    """Limits the number of programs that run at a time."""
-    limits: Limits
-    rules: ChildRules
-    on_loss: Callable[[str], None]
-
-    def episode(self, request: EpisodeRequest, sample: int, *, generate: Generate, version: int) -> AgentEpisode:
-        seed = seed_of(request.row, seed=request.seed, group=request.random_group)
-        return AgentEpisode(
-            request=request, sample=sample, seed=seed, source=self.source, template=self.template, gateway=self.gateway,
-            programs=self.programs, limits=self.limits, rules=self.rules, generate=generate, on_loss=self.on_loss, version=version,
-        )  # fmt: skip
-
-    async def close(self) -> None:
-        await self.gateway.close()

@@ -96,9 +96,7 @@ class _Run:
     def _taken(self, group: SimulatedGroup, outcome: str) -> None:
         """Give a finished group to the step selector, and wake the trainer if it waits for groups."""
         oldest = min((sample.version_min for sample in group.samples), default=0)
-        self.selector.add(
-            Candidate(group=group.group, outcome=outcome, policy_version_min=oldest, partition=0, offset=0, parts=1, sha256="")
-        )
+        self.selector.add(Candidate(group=group.group, outcome=outcome, policy_version_min=oldest, partition=0, offset=0, sha256=""))
         if outcome == "scored":
             self.groups[group.group] = group
         if not self.arrived.triggered:

@@ -127,7 +127,7 @@ class World:
         else:
             self._ends(group, outcome)
         oldest = version_min(samples) or 0
-        self.selector.add(Candidate(group=group, outcome=outcome, policy_version_min=oldest, partition=0, offset=group, parts=1, sha256=""))
+        self.selector.add(Candidate(group=group, outcome=outcome, policy_version_min=oldest, partition=0, offset=group, sha256=""))
 
     def train(self) -> None:
         learner = rules.version_after(self.done, steps_per_version=self.schedule.steps_per_version)

@@ -12,7 +12,7 @@ def schedule_of(mode: str = "pipelined", *, groups: int = 4, steps_per_version: 
 
 
 def candidate(group: int, outcome: str = "scored", *, version: int = 0) -> Candidate:
-    return Candidate(group=group, outcome=outcome, policy_version_min=version, partition=0, offset=group, parts=1, sha256="")
+    return Candidate(group=group, outcome=outcome, policy_version_min=version, partition=0, offset=group, sha256="")
 
 
 def test_nothing_is_admitted_before_version_0_is_published():

@@ -26,7 +26,7 @@ OUTCOMES = ("scored", "filtered", "failed", "abandoned")
 
 
 def candidate(group: int, outcome: str, *, version: int, offset: int) -> Candidate:
-    return Candidate(group=group, outcome=outcome, policy_version_min=version, partition=0, offset=offset, parts=1, sha256="")
+    return Candidate(group=group, outcome=outcome, policy_version_min=version, partition=0, offset=offset, sha256="")
 
 
 @given(
