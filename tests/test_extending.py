@@ -141,7 +141,7 @@ def test_a_new_reward(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_new_data_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sources.SCHEMES, "toy", lambda given: open_tiny(given.name, seed=given.seed, size=given.size, split=given.split))
+    monkeypatch.setitem(sources.SCHEMES, "toy", open_tiny)
     assert len(open_dataset("toy:successor", size=8)) == 8
 
 

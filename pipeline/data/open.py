@@ -6,8 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from dataclasses import fields as dataclass_fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from importlib.metadata import version
 from itertools import islice
@@ -20,6 +19,23 @@ from penstock.pipeline.data.read_files import DataError, Dataset, Fields, Row, S
 SUCCESSOR_ROWS = 256
 REASONING_GYM_ROWS = 10_000
 """Default number of rows; they are made on demand, so that a large number costs nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSpec:
+    """A parsed data source: name, options, and the run's settings for it."""
+
+    name: str
+    """The part of the source after the scheme and its colon; the whole source for a function."""
+    base: Path
+    """Base folder of relative paths."""
+    split: str
+    seed: int
+    size: int | None
+    """Number of rows to make; None for the source's default."""
+    rows: int | None
+    """Number of rows needed; None for all."""
+    options: dict[str, Any]
 
 
 class Rows:
@@ -43,41 +59,42 @@ class Rows:
         return f"{self._name}:{index + 1}"
 
 
-def open_function(spec: str, *, base_dir: Path, seed: int, size: int | None, split: str, options: Mapping[str, Any]) -> Rows:
+def open_function(spec: SourceSpec) -> Rows:
     """Return the rows of a user's function that returns an iterable of dicts; it gets `seed`, `size` and `split` if it takes them.
 
     `size` limits the rows taken from an iterator; `options` are further arguments. Raises `DataError` if the function raises or does not
     take an argument, `PluginError` if it cannot be loaded.
     """
-    function = load(spec, base_dir=base_dir)
-    offered: dict[str, Any] = {"seed": seed, "split": split, **({} if size is None else {"size": size})}
+    name, size = spec.name, spec.size
+    function = load(name, base_dir=spec.base)
+    offered: dict[str, Any] = {"seed": spec.seed, "split": spec.split, **({} if size is None else {"size": size})}
     parameters = inspect.signature(function).parameters
-    arguments = {**{name: value for name, value in offered.items() if name in parameters}, **options}
+    arguments = {**{key: value for key, value in offered.items() if key in parameters}, **spec.options}
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    if unknown := [name for name in arguments if name not in parameters and not takes_any]:
-        raise DataError(f"{spec}: the function has no parameter {unknown[0]!r}{nearest(unknown[0], parameters)}")
+    if unknown := [key for key in arguments if key not in parameters and not takes_any]:
+        raise DataError(f"{name}: the function has no parameter {unknown[0]!r}{nearest(unknown[0], parameters)}")
     try:
         rows = function(**arguments)
         sequence = rows if isinstance(rows, Sequence) else list(rows if size is None else islice(rows, size))
     # The boundary to a user's function: report any error in one line.
     except Exception as error:
-        raise DataError(f"{spec}: the function raised {type(error).__name__}: {' '.join(str(error).split())}") from error
-    return Rows(sequence, name=spec, digest=_digest([source_digest(spec, base_dir=base_dir), spec.rpartition(":")[2], arguments]))
+        raise DataError(f"{name}: the function raised {type(error).__name__}: {' '.join(str(error).split())}") from error
+    return Rows(sequence, name=name, digest=_digest([source_digest(name, base_dir=spec.base), name.rpartition(":")[2], arguments]))
 
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, default=str, sort_keys=True).encode()).hexdigest()
 
 
-def open_tiny(task: str, *, seed: int, size: int | None, split: str) -> Rows:
+def open_tiny(spec: SourceSpec) -> Rows:
     """Return the rows of a built-in task, `successor` or `lake`; a split other than `train` has held-out rows. Raises `DataError`."""
     from penstock.pipeline.data.tiny import lake_rows, successor_rows
 
     makers: dict[str, Callable[..., Sequence[Mapping[str, Any]]]] = {"successor": successor_rows, "lake": lake_rows}
-    if task not in makers:
-        raise DataError(f"tiny:{task}: no such task{nearest(task, makers)}")
-    rows = list(makers[task](size or SUCCESSOR_ROWS, seed, split="train" if split == "train" else "held_out"))
-    return Rows(rows, name=f"tiny:{task}", digest=_digest(rows))
+    if spec.name not in makers:
+        raise DataError(f"tiny:{spec.name}: no such task{nearest(spec.name, makers)}")
+    rows = list(makers[spec.name](spec.size or SUCCESSOR_ROWS, spec.seed, split="train" if spec.split == "train" else "held_out"))
+    return Rows(rows, name=f"tiny:{spec.name}", digest=_digest(rows))
 
 
 class ReasoningGym(Rows):
@@ -85,13 +102,15 @@ class ReasoningGym(Rows):
 
     generated = True
 
-    def __init__(self, task: str, *, seed: int, size: int, split: str, options: Mapping[str, Any]) -> None:
-        if split != "train":
+    def __init__(self, spec: SourceSpec) -> None:
+        options = dict(spec.options)
+        seed, size = int(options.pop("seed", spec.seed)), int(options.pop("size", spec.rows or 0)) or REASONING_GYM_ROWS
+        if spec.split != "train":
             # The tasks have no splits: each split has a seed of its own.
-            seed = int.from_bytes(hashlib.sha256(f"{split}/{seed}".encode()).digest()[:4], "big")
-        self._recipe = {"task": task, "seed": seed, "size": size, "options": dict(options)}
+            seed = int.from_bytes(hashlib.sha256(f"{spec.split}/{seed}".encode()).digest()[:4], "big")
+        self._recipe = {"task": spec.name, "seed": seed, "size": size, "options": options}
         made = make_task(json.dumps(self._recipe, sort_keys=True))
-        super().__init__(made, name=f"reasoning-gym:{task}", digest=_digest([self._recipe, version("reasoning-gym")]))
+        super().__init__(made, name=f"reasoning-gym:{spec.name}", digest=_digest([self._recipe, version("reasoning-gym")]))
 
     def raw(self, index: int) -> dict[str, Any]:
         try:
@@ -120,7 +139,7 @@ def make_task(recipe: str) -> Any:
         raise DataError(f"reasoning-gym:{task} needs the package reasoning-gym: pip install '.[data]' in the checkout ({error})") from error
     if task not in DATASETS:
         raise DataError(f"reasoning-gym:{task}: no such task{nearest(task, DATASETS)} (there are {len(DATASETS)})")
-    settings = [field.name for field in dataclass_fields(DATASETS[task][1])]
+    settings = [field.name for field in fields(DATASETS[task][1])]
     for name in options:
         if name not in settings:
             raise DataError(f"reasoning-gym:{task}: no option {name!r}{nearest(name, settings)} (its options: {', '.join(settings)})")
@@ -136,31 +155,14 @@ GENERATED_ROWS_CHECKED = 8
 SHOWN_PROBLEMS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceSpec:
-    """A parsed data source: name, options, and the run's settings for it."""
-
-    name: str
-    """The part of the source after the scheme and its colon."""
-    base: Path
-    """Base folder of relative paths."""
-    split: str
-    seed: int
-    size: int | None
-    """Number of rows to make; None for the source's default."""
-    rows: int | None
-    """Number of rows needed; None for all."""
-    options: dict[str, Any]
-
-
 class Hub(Rows):
     """Rows of a Hugging Face data set on the hub, in a folder of data files, or in a folder that `save_to_disk` wrote."""
 
-    def __init__(self, name: str, *, base_dir: Path, split: str, options: Mapping[str, Any]) -> None:
-        rows = _load_hub(name, base_dir=base_dir, split=split, options=dict(options))
+    def __init__(self, spec: SourceSpec) -> None:
+        rows = _load_hub(spec.name, base_dir=spec.base, split=spec.split, options=dict(spec.options))
         digest = hashlib.sha256(str(rows._fingerprint).encode()).hexdigest()
         # Rows are read as Arrow tables, so that images and audio are not decoded.
-        super().__init__(rows.with_format("arrow"), name=f"hf:{name}[{split}]", digest=digest)
+        super().__init__(rows.with_format("arrow"), name=f"hf:{spec.name}[{spec.split}]", digest=digest)
 
     def raw(self, index: int) -> dict[str, Any]:
         return row_of(self._rows[index], 0)
@@ -192,17 +194,7 @@ def _load_hub(name: str, *, base_dir: Path, split: str, options: dict[str, Any])
     return loaded[split]
 
 
-def _reasoning_gym(spec: SourceSpec) -> Source:
-    options = dict(spec.options)
-    seed, size = int(options.pop("seed", spec.seed)), int(options.pop("size", spec.rows or 0)) or REASONING_GYM_ROWS
-    return ReasoningGym(spec.name, seed=seed, size=size, split=spec.split, options=options)
-
-
-SCHEMES: Mapping[str, Callable[[SourceSpec], Source]] = {
-    "hf": lambda spec: Hub(spec.name, base_dir=spec.base, split=spec.split, options=spec.options),
-    "reasoning-gym": _reasoning_gym,
-    "tiny": lambda spec: open_tiny(spec.name, seed=spec.seed, size=spec.size, split=spec.split),
-}
+SCHEMES: Mapping[str, Callable[[SourceSpec], Source]] = {"hf": Hub, "reasoning-gym": ReasoningGym, "tiny": open_tiny}
 
 
 def open_dataset(
@@ -234,7 +226,7 @@ def open_dataset(
     if scheme in SCHEMES and name:
         opened = SCHEMES[scheme](spec)
     elif ".py:" in plain or re.fullmatch(r"[\w.]+:[\w.]+", plain):
-        opened = open_function(plain, base_dir=spec.base, seed=seed, size=size, split=split, options=options)
+        opened = open_function(replace(spec, name=plain))
     elif options:
         raise DataError(f"{source}: options after '?' are not supported for files")
     else:
