@@ -62,7 +62,11 @@ class _Decoder:
             connection.settimeout(limit_s)
             try:
                 socket.send_fds(connection, [json.dumps(request).encode()], [source, sink])
-                response: dict[str, Any] = json.loads(_exactly(connection, int.from_bytes(_exactly(connection, 8), "little")))
+                with connection.makefile("rb") as stream:
+                    line = stream.readline()
+                if not line.endswith(b"\n"):
+                    raise ConnectionResetError
+                response: dict[str, Any] = json.loads(line)
             except TimeoutError:
                 assert self._process is not None
                 self._process.kill()
@@ -141,13 +145,13 @@ def footer(path: Path) -> dict[str, Any]:
 
     Raises `Refused`.
     """
-    with _opened(path) as source, _named(path):
+    with _opened(path) as source:
         return _decoder.request({"kind": "footer"}, source=source.fileno(), sink=source.fileno(), limit_s=_limit(source))
 
 
 def rows(path: Path, row_group: int | None = None) -> pa.Table:
     """Return the rows of a file, or of one row group, mapped from a temporary file that ends with the process. Raises `Refused`."""
-    with _opened(path) as source, _named(path), _sink() as sink:
+    with _opened(path) as source, _sink() as sink:
         request = {"kind": "rows", "row_group": row_group, "most": max(LEAST_BYTES, RATIO * os.fstat(source.fileno()).st_size)}
         _decoder.request(request, source=source.fileno(), sink=sink.fileno(), limit_s=_limit(source))
         try:
@@ -180,34 +184,22 @@ def regular(path: Path) -> IO[bytes]:
     return os.fdopen(descriptor, "rb")
 
 
-def _opened(path: Path) -> IO[bytes]:
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for the block, whose `Refused` is raised with the file's name."""
     try:
-        return regular(path.resolve())
+        source = regular(path.resolve())
     except OSError as error:
         raise Refused(f"{path}: cannot read it: {error.strerror}") from error
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Any:
-    try:
-        yield
-    except Refused as error:
-        raise Refused(f"{path}: not a readable Parquet file: {error}") from error
+    with source:
+        try:
+            yield source
+        except Refused as error:
+            raise Refused(f"{path}: not a readable Parquet file: {error}") from error
 
 
 def _limit(file: IO[bytes]) -> float:
     return LEAST_S + os.fstat(file.fileno()).st_size / BYTES_PER_S
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    """Receive exactly `size` bytes. Raises `ConnectionResetError` at the end of the connection."""
-    data = bytearray()
-    while len(data) < size:
-        received = connection.recv(min(size - len(data), 1 << 20))
-        if not received:
-            raise ConnectionResetError
-        data += received
-    return bytes(data)
 
 
 REQUEST_BYTES = 1 << 12
@@ -237,8 +229,7 @@ def main() -> None:
             response = _response(json.loads(request), *descriptors)
         except REFUSES as error:
             response = {"refused": " ".join(str(error).split())[:1000] or type(error).__name__}
-        text = json.dumps(response).encode()
-        connection.sendall(len(text).to_bytes(8, "little") + text)
+        connection.sendall(json.dumps(response).encode() + b"\n")
         for descriptor in descriptors:
             os.close(descriptor)
 

@@ -146,7 +146,7 @@ def _problem(prompt: Prompt, before: str | None, samples: tuple[Rollout, ...]) -
 def decoder_of(recorded: RecordedRun, model: str | None) -> Decoder | str:
     """Return a decoder for the run's tokenizer in `model` (the configured directory if None), or the reason why there is none."""
     path = model or recorded.config.model.path
-    info = json.loads(recorded.record.info) if recorded.record else {}
+    info = recorded.info
     try:
         here = digests(Path(path), chat_template=recorded.config.data.chat_template)
         if "digests" in info and here["tokenizer"] != info["digests"]["tokenizer"]:
