@@ -326,7 +326,8 @@ class EnvironmentWorker(GroupWorker):
         member = session.member("prompts", "replies", max_records=2048, gathers=False)
         weights = VersionWatch(session.log, session.run, notify=session.reporter.notify)
         published = PublishedSamples(session.log, session.run)
-        return cls(session, engine, weights, WakingMember(member, engine.wake), published, tasks, log_engine=log_engine)
+        woken = WakingMember(member, engine.wake)
+        return cls(session, engine, weights, woken, session.producer, tasks, published, log_engine=log_engine)
 
     def turn(self) -> None:
         """One turn of the loop: pass on replies at once; process groups when an episode has ended, and periodically."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampling
-from penstock.infra.log import Assigned, Commits, Pending, Producer, Tail, read_to_current_end
+from penstock.infra.log import Assigned, Pending, Tail, read_to_current_end
 from penstock.pipeline.agents.engine import turn_number
 from penstock.pipeline.runtime import offset_metadata
 from penstock.pipeline.runtime.offset_metadata import CallOffsetMetadata
@@ -151,8 +151,8 @@ IDLE_WAIT_S = 0.2
 class CallWorker(GenerationLoop):
     """Generates the turns that environment workers request."""
 
-    producer: Producer
-    tasks: CallTasks = field(default_factory=CallTasks)
+    reads, label, aborted = "calls", "calls", "aborted_calls"
+    tasks: CallTasks
     _seen: Tail | None = None
     """Reads `replies` of the owned partitions, for replies of other workers."""
     _completed: list[tuple[CallTask, Completion]] = field(default_factory=list)
@@ -164,21 +164,12 @@ class CallWorker(GenerationLoop):
     def open(cls, session: Session, engine: Engine, weights: WeightPrefetch, **shared: Any) -> "CallWorker":
         """Join the run's rollout workers; `shared` contains `device` and `shared_engine`."""
         member = session.member("calls", max_records=2048, gathers=False)
-        return cls(session, engine, weights, member, session.log.producer(linger_ms=0.0), **shared)
+        return cls(session, engine, weights, member, session.log.producer(linger_ms=0.0), CallTasks(), **shared)
 
     def turn(self) -> None:
         """One iteration of the main loop. Raises `LogError` if a reply could not be sent."""
         self.producer.check()
         GenerationLoop.turn(self)
-
-    def drain_samples(self) -> None:
-        """Send finished replies and commit offsets before the worker exits, so that the next owner generates only what is missing."""
-        self._publish_completions()
-        self.producer.flush(10.0)
-        self._acknowledge()
-        self._commit()
-        self._measure()
-        self.session.reporter.labels["calls"] = ""
 
     def finishing(self) -> str:
         return f"releases its partitions, leaving {len(self.tasks.tasks)} calls without a reply (about 1 s)"
@@ -205,10 +196,6 @@ class CallWorker(GenerationLoop):
         self._read_replies()
         for task in self.tasks.gone():
             self._drop(task)
-        self._settled = True
-        reporter = self.session.reporter
-        reporter.labels["calls"] = ",".join(map(str, sorted(owned)))
-        reporter.status(force=True)
 
     def _read_replies(self) -> None:
         """Read the new records of `replies`, and drop the calls that they reply to."""
@@ -227,9 +214,6 @@ class CallWorker(GenerationLoop):
             del self.tasks.generating[task.number]
         self._completed = [(other, completion) for other, completion in self._completed if other is not task]
 
-    def _revoke(self) -> None:
-        self.tasks.revoke()
-
     def _received(self, record: Record) -> None:
         """Queue the call in a record; an unusable record becomes a dead letter."""
         self.tasks.passes(record.partition, record.offset)
@@ -240,19 +224,6 @@ class CallWorker(GenerationLoop):
             self.session.dead_letters.write(record, error)
             return
         self.tasks.add(call, calls.key_of(claims), partition=record.partition, offset=record.offset)
-
-    def _refresh(self) -> None:
-        """Under a schedule that loads between decode steps: load newer weights, and abort calls whose turns would be stale."""
-        schedule = self.session.schedule
-        if schedule.loads_at != "step":
-            return
-        if self.weights.version > self.engine.version and self.tasks.generating:
-            self._load()
-        if schedule.stale_in_hand == "abort":
-            for turn in self.engine.groups_in_flight():
-                if turn.oldest_version is not None and self._already_stale(turn.oldest_version):
-                    self._ended(self.engine.abort(turn.group))
-                    self.session.reporter.add("aborted_calls")
 
     def _has_work(self) -> bool:
         """True if a waiting call may start under the newest weights; otherwise report what the worker waits for."""
@@ -348,12 +319,7 @@ class CallWorker(GenerationLoop):
             assert task.sent is not None
             self.tasks.replied(task.partition, task.key, task.sent.offset(0.0))
 
-    def _offsets_to_commit(self) -> Commits:
-        topic = self.session.topic("calls")
-        return {(topic, partition): commit for partition, commit in self.tasks.watermarks().items()}
-
     def _measure(self) -> None:
-        self._measured = time.monotonic()
         values = {f"engine_{name}": value for name, value in self.engine.stats().items()}
         values |= {"engine_waits_s": self._waited_s, "calls_in_hand": float(len(self.tasks.tasks))}
         self.session.reporter.values = {**self.session.reporter.values, **values}

@@ -9,12 +9,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal, Protocol
 
 from penstock.infra.engines.base import Completion, Engine
 from penstock.infra.engines.shared_device import POLL_S as DEVICE_POLL_S
 from penstock.infra.engines.shared_device import SharedDevice
-from penstock.infra.log import Assigned, Commits, Member, Records, Revoked
+from penstock.infra.log import Assigned, Commits, Member, Producer, Records, Revoked
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.weights.receive import WeightPrefetch
 from penstock.pipeline.scheduling import rules
@@ -27,18 +27,39 @@ COMMIT_EVERY_S = 0.5
 MEASURE_EVERY_S = 1.0
 
 
+class Tasks(Protocol):
+    """The work in all partitions that a worker owns."""
+
+    def revoke(self) -> None:
+        """Forget all partitions until the new owners of the work in flight are determined."""
+
+    def watermarks(self) -> dict[int, tuple[int, str]]:
+        """Partition -> (offset, metadata) to commit: its first record without an acknowledged result; only those that have moved."""
+        ...
+
+
 @dataclass(slots=True)
 class GenerationLoop(ABC):
     """Loop of a worker with an engine; subclasses define what is generated and how it is published."""
 
+    reads: ClassVar[str]
+    """Topic of the work."""
+    label: ClassVar[str]
+    """Label of the worker's status for the owned partitions."""
+    aborted: ClassVar[str]
+    """Counter of what was aborted as stale."""
     session: Session
     engine: Engine
     weights: WeightPrefetch
     member: Member
+    producer: Producer
+    tasks: Tasks
     _settled: bool = field(default=False, init=False)
     """True while this worker knows its partitions: False during a rebalance."""
     _committed: float = field(default=0.0, init=False)
     _measured: float = field(default=0.0, init=False)
+    _checked_version: int = field(default=-1, init=False)
+    """The newest version at the last check of groups in flight for staleness."""
     _shares: bool = field(default=False, init=False)
     """True if evaluations use this worker's engine, if any engine of a rollout worker."""
     shared_engine: SharedEngine | None = field(default=None, kw_only=True)
@@ -78,6 +99,7 @@ class GenerationLoop(ABC):
             self._wait()
         self._commit_done()
         if time.monotonic() - self._measured > MEASURE_EVERY_S:
+            self._measured = time.monotonic()
             self._measure()
         self.session.reporter.status()
 
@@ -136,9 +158,14 @@ class GenerationLoop(ABC):
                 return
             self._evaluates(idle=True)
 
-    @abstractmethod
     def drain_samples(self) -> None:
-        """Publish finished samples and commit acknowledged offsets, so that the next owner generates only what is missing."""
+        """Publish what is finished and commit offsets before the worker exits, so that the next owner generates only what is missing."""
+        self._publish_completions()
+        self.producer.flush(10.0)
+        self._acknowledge()
+        self._commit()
+        self._measure()
+        self.session.reporter.labels[self.label] = ""
 
     @abstractmethod
     def finishing(self) -> str:
@@ -153,20 +180,12 @@ class GenerationLoop(ABC):
         """Drop what other workers now own, and find out which results for the owned partitions are in the log."""
 
     @abstractmethod
-    def _revoke(self) -> None:
-        """Publish nothing until the new owners of the work in flight are determined."""
-
-    @abstractmethod
     def _received(self, record: Record) -> None:
         """Queue the work in a record; an unusable record becomes a dead letter."""
 
     @abstractmethod
     def _publish_completions(self) -> None:
         """Send finished samples or replies, if this worker's partitions are assigned."""
-
-    @abstractmethod
-    def _refresh(self) -> None:
-        """Between decode steps: load the newest weights if the schedule requires it, and abort what would be stale."""
 
     @abstractmethod
     def _has_work(self) -> bool:
@@ -189,10 +208,6 @@ class GenerationLoop(ABC):
         """Record which of the sent records the log has acknowledged."""
 
     @abstractmethod
-    def _offsets_to_commit(self) -> Commits:
-        """The offset of each partition's first record without an acknowledged result, with metadata; only those that have moved."""
-
-    @abstractmethod
     def _measure(self) -> None:
         """Report the engine's counters."""
 
@@ -200,6 +215,25 @@ class GenerationLoop(ABC):
         self._committed = time.monotonic()
         if offsets := self._offsets_to_commit():
             self.member.commit(offsets)
+
+    def _offsets_to_commit(self) -> Commits:
+        topic = self.session.topic(self.reads)
+        return {(topic, partition): commit for partition, commit in self.tasks.watermarks().items()}
+
+    def _refresh(self) -> None:
+        """Under a schedule that loads between decode steps: load newer weights, and abort what would be stale."""
+        schedule = self.session.schedule
+        if schedule.loads_at != "step":
+            return
+        if self.weights.version > self.engine.version and not self.engine.idle:
+            self._load()
+        newest = self.weights.state.newest_version
+        if schedule.stale_in_hand == "abort" and (newest > self._checked_version or self._already_stale(self.engine.version)):
+            self._checked_version = newest
+            for group in self.engine.groups_in_flight():
+                if group.oldest_version is not None and self._already_stale(group.oldest_version):
+                    self._ended(self.engine.abort(group.group))
+                    self.session.reporter.add(self.aborted)
 
     def _take(self, wait_s: float) -> None:
         """Apply assignments, revocations and records that arrive within `wait_s`."""
@@ -209,8 +243,12 @@ class GenerationLoop(ABC):
                     self.session.dead_letters.on_rebalance()
                     self._shares = any(partition == 0 for _, partition in event.partitions)
                     self._assigned(event)
+                    self._settled = True
+                    owned = sorted(partition for topic, partition in event.partitions if topic == self.session.topic(self.reads))
+                    self.session.reporter.labels[self.label] = ",".join(map(str, owned))
+                    self.session.reporter.status(force=True)
                 case Revoked():
-                    self._revoke()
+                    self.tasks.revoke()
                     self._settled = False
                 case Records():
                     for record in event.records:

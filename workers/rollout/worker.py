@@ -37,28 +37,23 @@ GATHER_S = 1.0
 class GroupWorker(GenerationLoop):
     """Generates the samples of prompt groups."""
 
-    published: PublishedSamples
+    reads, label, aborted = "prompts", "partitions", "aborted_groups"
     tasks: GroupTasks
+    published: PublishedSamples
     _gathered: float = 0.0
     """Time at which the first of the unpublished samples ended."""
-    _checked_version: int = -1
-    """The newest version at the last check of groups in flight for staleness."""
 
     @classmethod
     def open(cls, session: Session, engine: Engine, weights: WeightPrefetch, **shared: Any) -> "GroupWorker":
         """Join the workers of this role; `shared` contains `device` and `shared_engine`."""
         published, tasks = PublishedSamples(session.log, session.run), GroupTasks(session.schedule.oversample)
-        return cls(session, engine, weights, session.member("prompts", max_records=64), published, tasks, **shared)
+        return cls(session, engine, weights, session.member("prompts", max_records=64), session.producer, tasks, published, **shared)
 
     def drain_samples(self) -> None:
-        """Publish finished samples and commit offsets before the worker exits, so that the next owner generates only what is missing."""
+        """Publish the samples of unfinished groups too."""
         self._take(0.0)
         self._publish_completions(everything=True)
-        self.session.producer.flush(10.0)
-        self._acknowledge()
-        self._commit()
-        self._measure()
-        self.session.reporter.labels["partitions"] = ""
+        GenerationLoop.drain_samples(self)
 
     def finishing(self) -> str:
         groups = len(self.tasks.groups_in_flight())
@@ -87,14 +82,7 @@ class GroupWorker(GenerationLoop):
         for sample in samples:
             self.tasks.note(*sample)
         self._abort_surplus()
-        self._settled = True
-        reporter = self.session.reporter
-        reporter.labels["partitions"] = ",".join(map(str, sorted(owned)))
-        reporter.values["slots"] = self.session.config.slots
-        reporter.status(force=True)
-
-    def _revoke(self) -> None:
-        self.tasks.revoke()
+        self.session.reporter.values["slots"] = self.session.config.slots
 
     def _received(self, record: Record) -> None:
         """Queue the prompt in a record; an unusable record becomes a dead letter, a repeated group is reported as a duplicate."""
@@ -117,20 +105,6 @@ class GroupWorker(GenerationLoop):
         for partition in self.tasks.partitions:
             self.tasks.caught_up(partition, self.published.position(partition))
         self._abort_surplus()
-
-    def _refresh(self) -> None:
-        """Under a schedule that loads between decode steps: load newer weights, and abort groups that would be stale."""
-        if self.session.schedule.loads_at != "step":
-            return
-        if self.weights.version > self.engine.version and self.tasks.groups_in_flight():
-            self._load()
-        newest = self.weights.state.newest_version
-        if self.session.schedule.stale_in_hand == "abort" and (newest > self._checked_version or self._already_stale(self.engine.version)):
-            self._checked_version = newest
-            for group in self.engine.groups_in_flight():
-                if group.oldest_version is not None and self._already_stale(group.oldest_version):
-                    self._ended(self.engine.abort(group.group))
-                    self.session.reporter.add("aborted_groups")
 
     def _has_work(self) -> bool:
         return self._next(self.weights.version) is not None
@@ -224,7 +198,7 @@ class GroupWorker(GenerationLoop):
             with session.reporter.encoding:
                 value = rollouts.encode(*batch)
                 headers = rollouts.headers(*batch, run=session.run).encode(value)
-            pending = session.producer.send(Outgoing(topic=topic, partition=task.partition, key=key, headers=headers, value=value))
+            pending = self.producer.send(Outgoing(topic=topic, partition=task.partition, key=key, headers=headers, value=value))
             task.send([sample.sample for sample in batch], pending)
             session.reporter.add("samples", len(batch))
             session.reporter.add("tokens", sum(len(generated(sample)) for sample in batch))
@@ -238,12 +212,10 @@ class GroupWorker(GenerationLoop):
         """The offsets of `prompts` to commit; if another process has written to `rollouts`, its samples are read first."""
         if any(owned.gap for owned in self.tasks.partitions.values()):
             self._read_published()
-        topic = self.session.topic("prompts")
-        return {(topic, partition): commit for partition, commit in self.tasks.watermarks().items()}
+        return GenerationLoop._offsets_to_commit(self)
 
     def _measure(self) -> None:
         """Report the staleness of the groups in flight and the engine's counters."""
-        self._measured = time.monotonic()
         newest = self.weights.state.newest_version
         lags = [max(0, newest - group.oldest_version) for group in self.engine.groups_in_flight() if group.oldest_version is not None]
         values = {name: value for name, value in self.session.reporter.values.items() if not name.startswith("in_flight_")}

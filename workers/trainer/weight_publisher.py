@@ -37,26 +37,22 @@ class ChunkGaps:
     """Tracks the offsets of the trainer's chunks, and checks foreign records between them."""
 
     session: Session
-    _next: dict[int, int] = field(default_factory=dict)
+    ends: dict[int, int] = field(default_factory=dict)
+    """Chunk partition -> offset after the trainer's newest chunk."""
     _unread: deque[tuple[int, int, int]] = field(default_factory=deque)
     """Partition, start offset and end offset of the gaps that are not read yet."""
-
-    @property
-    def ends(self) -> Mapping[int, int]:
-        """Chunk partition -> offset after the trainer's newest chunk."""
-        return self._next
 
     def skip(self, manifests: Iterable[Manifest]) -> None:
         """Start after the chunks of these versions; the gaps before were checked when they were published."""
         for manifest in manifests:
-            for partition, offset in zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True):
-                self._next[partition] = max(self._next.get(partition, 0), offset + 1)
+            for partition, offset in weights.chunk_places(manifest):
+                self.ends[partition] = max(self.ends.get(partition, 0), offset + 1)
 
     def read_to(self, offsets: Iterable[tuple[int, int]]) -> None:
         """Check the gaps before these (partition, offset) pairs: the newest chunks, or the partitions' ends."""
         for partition, offset in sorted(offsets):
-            start = self._next.get(partition, 0)
-            self._next[partition] = offset + 1
+            start = self.ends.get(partition, 0)
+            self.ends[partition] = offset + 1
             if start < offset:
                 self._unread.append((partition, start, offset))
         until = time.monotonic() + READ_LIMIT_S
