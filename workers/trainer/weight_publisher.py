@@ -45,7 +45,7 @@ class ChunkGaps:
     def skip(self, manifests: Iterable[Manifest]) -> None:
         """Start after the chunks of these versions; the gaps before were checked when they were published."""
         for manifest in manifests:
-            for partition, offset in weights.chunk_places(manifest):
+            for partition, offset in zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True):
                 self.ends[partition] = max(self.ends.get(partition, 0), offset + 1)
 
     def read_to(self, offsets: Iterable[tuple[int, int]]) -> None:
