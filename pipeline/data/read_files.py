@@ -25,7 +25,7 @@ import pyarrow as pa
 from penstock.infra.errors import ConfigError
 from penstock.infra.sandbox import parquet
 from penstock.pipeline.config.plugins import nearest
-from penstock.pipeline.data.conversation.messages import messages_of
+from penstock.pipeline.data.conversation.messages import messages_of, shown
 from penstock.pipeline.data.references import with_facts
 from penstock.topics.wire.visible import well_formed_json
 
@@ -235,11 +235,6 @@ def _number(value: int | float | Decimal) -> int | float | None:
     return number
 
 
-def _shown(value: Any) -> str:
-    text = "null" if value is None else json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
-
-
 def _prompt(value: Any, *, origin: str, name: str) -> tuple[str | None, list[dict[str, Any]] | None]:
     """Return the prompt as (text, None) or (None, messages). Raises `DataError` if it is empty or neither."""
     if isinstance(value, str):
@@ -249,7 +244,7 @@ def _prompt(value: Any, *, origin: str, name: str) -> tuple[str | None, list[dic
     if isinstance(value, Unreadable):
         raise DataError(f"{origin}: field {name!r} contains {value.what}; expected text or a list of messages")
     if not isinstance(value, (list, tuple)):
-        raise DataError(f"{origin}: field {name!r} is {_shown(value)}; expected text or a list of messages")
+        raise DataError(f"{origin}: field {name!r} is {shown(value, most=SHOWN)}; expected text or a list of messages")
     if not value:
         raise DataError(f"{origin}: the prompt (field {name!r}) is empty")
     try:

@@ -13,7 +13,7 @@ TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 """Types of parts whose text is the content of a message."""
 WORDLESS = ("assistant", "tool")
 """Roles whose content may be null."""
-_SHOWN = 80
+SHOWN = 80
 
 
 def messages_of(value: list[Any]) -> list[dict[str, Any]]:
@@ -21,12 +21,12 @@ def messages_of(value: list[Any]) -> list[dict[str, Any]]:
     messages = [_without_nulls(message) for message in value]
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
-            raise ValueError(f"message {number}: 'role' is not a string: {_shown(message)}")
+            raise ValueError(f"message {number}: 'role' is not a string: {shown(message)}")
         content = message.setdefault("content", None)
         if isinstance(content, list):
             _check_parts(content, number)
         elif not isinstance(content, str) and not (content is None and message["role"] in WORDLESS):
-            raise ValueError(f"message {number}: 'content' is neither a string nor a list of text parts: {_shown(message)}")
+            raise ValueError(f"message {number}: 'content' is neither a string nor a list of text parts: {shown(message)}")
     if not any(_has_text(message["content"]) or message.get("tool_calls") for message in messages):
         raise ValueError("all messages are empty")
     return messages
@@ -45,7 +45,7 @@ def tools_of(value: Any) -> list[dict[str, Any]] | None:
     for number, tool in enumerate(tools, 1):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(f'tool {number} is not {{"type": "function", "function": {{"name": ..., "parameters": ...}}}}: {_shown(tool)}')
+            raise ValueError(f'tool {number} is not {{"type": "function", "function": {{"name": ..., "parameters": ...}}}}: {shown(tool)}')
     return tools
 
 
@@ -56,7 +56,7 @@ def _check_parts(parts: list[Any], number: int) -> None:
             isinstance(part, dict) and part.get("type") in TEXT_PARTS and isinstance(part.get("text", part.get("refusal", "")), str)
         ):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(f"message {number} has a part of type {kind!r} in 'content'; only parts of text are supported: {_shown(part)}")
+            raise ValueError(f"message {number} has a part of type {kind!r} in 'content'; only parts of text are supported: {shown(part)}")
 
 
 def _has_text(content: Any) -> bool:
@@ -79,9 +79,10 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any, *, most: int = SHOWN) -> str:
+    """Return a value as JSON for a message, at most `most` characters of it."""
     text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 Message = Mapping[str, Any]

@@ -12,13 +12,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from penstock.infra.engines.base import Finish
 from penstock.pipeline.data.conversation.messages import Message, Template, Tools, digests
+from penstock.topics.wire.columns import Float32s, Int32s
 
-Int32s = npt.NDArray[np.int32]
-Float32s = npt.NDArray[np.float32]
 RESERVED = frozenset({"prompt", "model", "environment"})
 """Sources that are not roles; a message with such a role is recorded as a user's."""
-Finish = Literal["stop", "length", "abort"]
 History = Literal["exact", "template"]
 
 
