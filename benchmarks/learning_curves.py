@@ -30,7 +30,7 @@ from penstock.pipeline.data.tokenization import Decoder, Renderer, digests
 from penstock.pipeline.inspect.report.formats import sparkline
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer
 from penstock.pipeline.rewards.functions import resolve
-from penstock.pipeline.rewards.scoring import group_of, group_outcome
+from penstock.pipeline.rewards.scoring import group_of, scored_group
 from penstock.pipeline.runtime.factories import make_engine
 from penstock.pipeline.runtime.sampling import request_of, rollout_of
 from penstock.pipeline.scheduling import rules
@@ -95,9 +95,8 @@ class Groups:
         texts = [self._decoder.decode(sample.token_ids) for sample in samples]
         row = {"prompt": prompt.prompt, "messages": None, "columns": json.loads(prompt.columns)}
         score = self._rewards.score(texts, **row, completion_ids=[sample.token_ids.tolist() for sample in samples])
-        outcome = group_outcome(samples, texts, score, algorithm=self.config.algorithm)
-        reward = self.config.reward
-        return group_of(prompt, outcome.outcome, reason=outcome.reason, samples=outcome.samples, reward=reward, scored_ns=0)
+        group = group_of(prompt, "scored", reason=None, reward=self.config.reward, scored_ns=0)
+        return scored_group(group, samples, texts, score, algorithm=self.config.algorithm)
 
     def next(self) -> Group:
         """The next prompt's group with its outcome, under the engine's weights."""

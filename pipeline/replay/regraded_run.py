@@ -200,7 +200,7 @@ class _Branch:
         rest = frozenset(range(below)) - self.new.offsets.keys()
         reason, reward = f"not trained by the regraded steps of {self.recording.run}", self.new.config.reward
         for prompt, partition in read_prompts(self.regraded.source, numbers=rest).values():
-            group = group_of(prompt, "abandoned", reason=reason, samples=(), reward=reward, scored_ns=time.time_ns())
+            group = group_of(prompt, "abandoned", reason=reason, reward=reward, scored_ns=time.time_ns())
             self.new.write_group(group, partition)
         self.new.commit()
 

@@ -24,7 +24,7 @@ from penstock.pipeline.config.load import Config, ConfigError, to_json
 from penstock.pipeline.data.tokenization import Decoder, digests
 from penstock.pipeline.inspect.recorded_run import RecordedRun
 from penstock.pipeline.rewards.functions import Score
-from penstock.pipeline.rewards.scoring import group_of, group_outcome, payload_of, reward_pool
+from penstock.pipeline.rewards.scoring import group_of, payload_of, reward_pool, scored_group
 from penstock.pipeline.runtime.registration.run_registry import find, make_key, usable, write
 from penstock.pipeline.runtime.topic_reader import Read
 from penstock.pipeline.runtime.weights.publish import chunk_partitions, manifest_record, send_version
@@ -159,7 +159,7 @@ def decoder_of(recorded: RecordedRun, model: str | None) -> Decoder | str:
 
 
 def _blank(prompt: Prompt, recorded: RecordedRun) -> Group:
-    return group_of(prompt, "failed", reason="never scored", samples=(), reward=recorded.config.reward, scored_ns=prompt.created_ns)
+    return group_of(prompt, "failed", reason="never scored", reward=recorded.config.reward, scored_ns=prompt.created_ns)
 
 
 WINDOW = 32
@@ -212,17 +212,16 @@ def score_groups(
                 else:
                     for result in pool.poll(POLL_S):
                         scored = waiting.pop(result.key)
-                        ended[result.key] = ScoredGroup(case=scored, group=scored_group(scored, result, config))
+                        ended[result.key] = ScoredGroup(case=scored, group=new_outcome(scored, result, config))
 
 
-def scored_group(case: Case, result: Done[int] | Failed[int], config: Config) -> Group:
+def new_outcome(case: Case, result: Done[int] | Failed[int], config: Config) -> Group:
     """Return the group with its new outcome. If the reward function failed, the group is `failed`, with the reason and without samples."""
     names = tuple(config.reward.functions)
     same = replace(case.group, reward_names=names, reward_weights=tuple(config.reward.weights or [1.0] * len(names)))
     if isinstance(result, Failed):
         return replace(same, outcome="failed", reason=result.reason, samples=(), metrics=None)
-    outcome = group_outcome(case.samples, case.completions, Score.of(result.result), algorithm=config.algorithm)
-    return replace(same, outcome=outcome.outcome, reason=outcome.reason, samples=outcome.samples, metrics=outcome.metrics)
+    return scored_group(same, case.samples, case.completions, Score.of(result.result), algorithm=config.algorithm)
 
 
 WORKER = "replay-score"

@@ -12,7 +12,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -309,20 +309,10 @@ UNTRAINED = "no sample has a trained token: each is truncated, aborted, empty or
 """Reason of a group that is filtered although its rewards may differ."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupOutcome:
-    """Outcome, samples and metrics of a group that the reward functions scored."""
-
-    outcome: Outcome
-    reason: str | None
-    """Reason for the filter; None if the group is scored."""
-    samples: tuple[ScoredSample, ...]
-    metrics: str | None
-    """JSON object with the metrics that reward functions logged; None if there are none."""
-
-
-def group_outcome(samples: Sequence[Rollout], completions: Sequence[str], score: Score, *, algorithm: "AlgorithmSection") -> GroupOutcome:
-    """Return the outcome of a group from its rewards, after the configured penalty for truncated completions and the configured filters."""
+def scored_group(
+    group: Group, samples: Sequence[Rollout], completions: Sequence[str], score: Score, *, algorithm: "AlgorithmSection"
+) -> Group:
+    """Return a group with its samples and outcome by these rewards, after the configured penalty for truncated completions and filters."""
     penalty = algorithm.truncated_penalty if algorithm.truncated == "penalise" else 0.0
     scored = tuple(
         ScoredSample(
@@ -337,7 +327,7 @@ def group_outcome(samples: Sequence[Rollout], completions: Sequence[str], score:
     )
     reason = _filtered(scored, score, algorithm)
     metrics = json.dumps(dict(score.metrics)) if score.metrics else None
-    return GroupOutcome(outcome="scored" if reason is None else "filtered", reason=reason, samples=scored, metrics=metrics)
+    return replace(group, outcome="scored" if reason is None else "filtered", reason=reason, samples=scored, metrics=metrics)
 
 
 def _filtered(samples: Sequence[ScoredSample], score: Score, algorithm: "AlgorithmSection") -> str | None:
@@ -359,13 +349,11 @@ def _differ(score: Score) -> bool:
     return any(values and not zero_variance(values) for values in columns)
 
 
-def group_of(
-    prompt: Prompt, outcome: Outcome, *, reason: str | None, samples: tuple[ScoredSample, ...], reward: "RewardSection", scored_ns: int
-) -> Group:
-    """Return the record of a group's outcome for the topic `groups`, with the fields of its prompt and the configured rewards."""
+def group_of(prompt: Prompt, outcome: Outcome, *, reason: str | None, reward: "RewardSection", scored_ns: int) -> Group:
+    """Return the record of a group without samples for the topic `groups`, with the fields of its prompt and the configured rewards."""
     return Group(
         group=prompt.group, outcome=outcome, reason=reason, slot=prompt.slot, min_version=prompt.min_version,
         samples_per_prompt=prompt.samples_per_prompt, epoch=prompt.epoch, row=prompt.row, prompt=prompt.prompt, prompt_ids=prompt.token_ids,
         columns=prompt.columns, reward_names=tuple(reward.functions), reward_weights=tuple(reward.weights or [1.0] * len(reward.functions)),
-        samples=samples, created_ns=prompt.created_ns, scored_ns=scored_ns,
+        samples=(), created_ns=prompt.created_ns, scored_ns=scored_ns,
     )  # fmt: skip

@@ -12,12 +12,12 @@ from penstock.infra.log import Assigned, Member, Records, Revoked, Transactions,
 from penstock.infra.sandbox.timed_pool import Done, Failed
 from penstock.pipeline.data.tokenization import Decoder
 from penstock.pipeline.rewards.functions import Score
-from penstock.pipeline.rewards.scoring import FaultCount, MissingRewards, RewardPool, group_of, group_outcome, payload_of, reward_pool
+from penstock.pipeline.rewards.scoring import FaultCount, MissingRewards, RewardPool, group_of, payload_of, reward_pool, scored_group
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.topic_reader import POISON
 from penstock.topics import groups, prompts, rollouts
-from penstock.topics.groups import Group, ScoredSample
+from penstock.topics.groups import Group
 from penstock.topics.metrics import Activity
 from penstock.topics.rollouts import generated
 from penstock.topics.wire.errors import Unusable
@@ -218,7 +218,7 @@ class Scorer:
         if state.add_prompt(record, unread, now_s=self.reports.now_s):
             group = state.open[unread.group]
             group.submitted = True
-            self._unscored.append(self._group(group, "failed", f"its prompt cannot be read: {reason}", ()))
+            self._unscored.append(self._group(group, "failed", f"its prompt cannot be read: {reason}"))
 
     def _samples(self, state: PartitionGroups, record: Record) -> None:
         """Add the samples in a record; submit their group if it is complete. An unusable record becomes a dead letter."""
@@ -268,11 +268,11 @@ class Scorer:
         group.submitted = True
         if broken := next((sample.broken for sample in group.ordered() if sample.broken), None):  # a reward of zero would be wrong
             self.session.dead_letters.write(group.prompt_record, Unusable(f"group {group.group}: {broken}", kind="environment-failed"))
-            self._unscored.append(self._group(group, "failed", broken, ()))
+            self._unscored.append(self._group(group, "failed", broken))
             return
         if group.aborted:
             why = f"{group.aborted} of {len(group.samples)} samples were aborted, because the group would be stale"
-            self._unscored.append(self._group(group, "abandoned", why, ()))
+            self._unscored.append(self._group(group, "abandoned", why))
             return
         samples, prompt = group.ordered(), group.prompt
         completions = [self.decoder.decode(generated(sample)) for sample in samples]
@@ -294,7 +294,7 @@ class Scorer:
             self.session.dead_letters.write(group.prompt_record, error)
             self._faults.failed(result.reason)
             self._count_missing(group, [result.reason] * len(group.samples))
-            return self._group(group, "failed", result.reason, ())
+            return self._group(group, "failed", result.reason)
         score, samples = Score.of(result.result), group.ordered()
         self._faults.partly(score.broken.values(), len(score.rewards))
         self._count_missing(group, [score.broken.get(n) for n, reward in enumerate(score.rewards) if reward is None])
@@ -304,9 +304,8 @@ class Scorer:
         for name, value in score.load.items():
             reporter.add(name, value)
         reporter.add("no_reward", len(score.rewards) - len(score.scored))
-        outcome = group_outcome(samples, completions, score, algorithm=self.session.config.algorithm)
-        record = self._group(group, outcome.outcome, outcome.reason, outcome.samples)
-        return replace(record, reward_ns=round(1e9 * result.seconds), metrics=outcome.metrics)
+        record = replace(self._group(group, "scored", None), reward_ns=round(1e9 * result.seconds))
+        return scored_group(record, samples, completions, score, algorithm=self.session.config.algorithm)
 
     def _count_missing(self, group: OpenGroup, reasons: Sequence[str | None]) -> None:
         """Count samples without a reward for the report, and print a warning at the first of each cause."""
@@ -323,11 +322,10 @@ class Scorer:
             for group in state.overdue(deadline_s=deadline):
                 assert group.prompt is not None
                 reason = f"only {len(group.samples)} of {group.prompt.samples_per_prompt} samples arrived within {deadline:g} s"
-                abandoned.append(self._group(group, "abandoned", reason, ()))
+                abandoned.append(self._group(group, "abandoned", reason))
         return abandoned
 
-    def _group(self, group: OpenGroup, outcome: groups.Outcome, reason: str | None, samples: tuple[ScoredSample, ...]) -> Group:
-        """The record of a group's outcome; `reason` explains one that is not "scored"."""
+    def _group(self, group: OpenGroup, outcome: groups.Outcome, reason: str | None) -> Group:
+        """The record of a group's outcome, without samples; `reason` explains one that is not "scored"."""
         assert group.prompt is not None
-        reward = self.session.config.reward
-        return group_of(group.prompt, outcome, reason=reason, samples=samples, reward=reward, scored_ns=time.time_ns())
+        return group_of(group.prompt, outcome, reason=reason, reward=self.session.config.reward, scored_ns=time.time_ns())

@@ -11,7 +11,7 @@ from penstock.pipeline.config.schema import AlgorithmSection, RewardSection
 from penstock.pipeline.learner.micro_batches import combined_advantages, sequences
 from penstock.pipeline.learner.train_step import group_measures
 from penstock.pipeline.rewards.functions import Score
-from penstock.pipeline.rewards.scoring import group_of, group_outcome
+from penstock.pipeline.rewards.scoring import group_of, scored_group
 from penstock.topics import groups, prompts, rollouts
 from tests.support.a_run import RecordBuilder
 
@@ -23,9 +23,15 @@ def drawn(finishes: tuple[str, ...] = ("stop",) * 4) -> list[rollouts.Rollout]:
     return [replace(rollouts.decode(record.value), finish=finish) for record, finish in zip(records, finishes, strict=True)]
 
 
+def outcome_of(samples: list[rollouts.Rollout], texts: list[str], score: Score, *, algorithm: AlgorithmSection) -> groups.Group:
+    prompt = prompts.decode(RecordBuilder().group(list(REWARDS), version=3)[0].value)
+    group = group_of(prompt, "scored", reason=None, reward=RewardSection(functions=["length"]), scored_ns=9)
+    return scored_group(group, samples, texts, score, algorithm=algorithm)
+
+
 def judged(rewards: tuple[float, ...] = REWARDS, *, finishes: tuple[str, ...] = ("stop",) * 4, **algorithm: Any) -> Any:
     score = Score(rewards=rewards, components=tuple((reward,) for reward in rewards))
-    return group_outcome(drawn(finishes), ["a", "b", "c", "d"], score, algorithm=AlgorithmSection(**algorithm))
+    return outcome_of(drawn(finishes), ["a", "b", "c", "d"], score, algorithm=AlgorithmSection(**algorithm))
 
 
 def test_a_group_is_scored_with_each_sample_beside_its_text_and_reward() -> None:
@@ -64,9 +70,9 @@ def test_equal_sums_of_different_components_are_trained_where_each_has_its_own_a
     score = Score(rewards=(1.0,) * 4, components=((1.0, 0.0), (0.0, 1.0), (1.0, 0.0), (0.0, 1.0)))
     for combine, outcome in (("rewards", "filtered"), ("advantages", "scored")):
         algorithm = AlgorithmSection.model_validate({"combine": combine})
-        assert group_outcome(drawn(), ["a", "b", "c", "d"], score, algorithm=algorithm).outcome == outcome
+        assert outcome_of(drawn(), ["a", "b", "c", "d"], score, algorithm=algorithm).outcome == outcome
     same = Score(rewards=(1.0,) * 4, components=((1.0, None),) * 4)
-    assert group_outcome(drawn(), ["a", "b", "c", "d"], same, algorithm=AlgorithmSection(combine="advantages")).outcome == "filtered"
+    assert outcome_of(drawn(), ["a", "b", "c", "d"], same, algorithm=AlgorithmSection(combine="advantages")).outcome == "filtered"
 
 
 def test_a_truncated_sample_pays_the_penalty_and_keeps_its_components() -> None:
@@ -101,7 +107,7 @@ def test_a_group_without_a_trained_token_is_filtered_with_that_reason(finishes: 
 def test_an_outcome_holds_all_that_a_later_reader_needs_of_its_prompt() -> None:
     prompt = prompts.decode(RecordBuilder().group(list(REWARDS), version=3)[0].value)
     reward = RewardSection(functions=["exact_match", "length"])
-    group = group_of(prompt, "failed", reason="it broke", samples=(), reward=reward, scored_ns=9)
+    group = group_of(prompt, "failed", reason="it broke", reward=reward, scored_ns=9)
     assert (group.group, group.min_version, group.prompt, group.columns) == (prompt.group, 3, prompt.prompt, prompt.columns)
     assert (group.outcome, group.reason, group.samples, group.scored_ns) == ("failed", "it broke", (), 9)
     assert (group.reward_names, group.reward_weights) == (("exact_match", "length"), (1.0, 1.0))
@@ -112,7 +118,7 @@ def test_samples_without_a_reward_stay_in_the_record_and_out_of_the_filter() -> 
         rewards=(1.0, None, 0.0, None), components=((1.0,), (None,), (0.0,), (None,)), broken={3: "reward f hangs"},
         logged=({"n": 1}, {}, {}, {}), metrics={"m": 2.0},
     )  # fmt: skip
-    found = group_outcome(drawn(), ["a", "b", "c", "d"], score, algorithm=AlgorithmSection())
+    found = outcome_of(drawn(), ["a", "b", "c", "d"], score, algorithm=AlgorithmSection())
     assert (found.outcome, found.reason, found.metrics) == ("scored", None, '{"m": 2.0}')
     assert [sample.reward for sample in found.samples] == [1.0, None, 0.0, None]
     assert [sample.reward_error for sample in found.samples] == [None, None, None, "reward f hangs"]
@@ -130,7 +136,7 @@ def test_samples_without_a_reward_stay_in_the_record_and_out_of_the_filter() -> 
 def test_a_group_with_too_few_or_equal_rewards_is_filtered_with_the_reason(rewards: tuple[float | None, ...], reason: str) -> None:
     score = Score(rewards=rewards, components=tuple((reward,) for reward in rewards))
     algorithm = AlgorithmSection(truncated="penalise", truncated_penalty=0.0)
-    found = group_outcome(drawn(("length",) * 4), ["a", "b", "c", "d"], score, algorithm=algorithm)
+    found = outcome_of(drawn(("length",) * 4), ["a", "b", "c", "d"], score, algorithm=algorithm)
     assert (found.outcome, found.reason) == ("filtered", reason)
 
 
@@ -145,7 +151,7 @@ def test_samples_without_a_reward_change_no_advantage_and_are_not_trained(combin
     def trained(numbers: list[int]) -> dict[int, float]:
         components = tuple((rewards[one],) for one in numbers)
         score = Score(rewards=tuple(rewards[one] for one in numbers), components=components, metrics={"a//b%": 3.0})
-        found = group_outcome([drawn()[one] for one in numbers], ["x"] * len(numbers), score, algorithm=AlgorithmSection())
+        found = outcome_of([drawn()[one] for one in numbers], ["x"] * len(numbers), score, algorithm=AlgorithmSection())
         group = replace(recorded, samples=found.samples, metrics=found.metrics)
         groups.decode(groups.encode(group))
         assert groups.headers(group, run="r").no_reward == (len([one for one in numbers if one in missing]) or None)
