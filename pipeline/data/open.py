@@ -254,7 +254,8 @@ def check(dataset: Dataset, *, also: Callable[[Row], object] | None = None) -> N
             counts[problem if problem in first else ""] += 1
     if first:
         lines = [text + (f" (all {rows:,} rows)" if counts[of] == rows > 1 else _more(counts[of] - 1)) for of, text in first.items()]
-        raise DataError(" | ".join(lines) + _more(counts[""]))
+        others = f" | {counts['']:,} more row{'s have' if counts[''] > 1 else ' has'} other problems" if counts[""] else ""
+        raise DataError(" | ".join(lines) + others)
 
 
 def _more(rows: int) -> str:

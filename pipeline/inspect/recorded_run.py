@@ -1,6 +1,7 @@
 """Reads the small topics of a recorded run up to their current ends: configuration, ledger, versions and dead letters."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,14 +16,6 @@ from penstock.topics.runs import ENDED, RunRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredDeadLetter:
-    """A dead letter and its offset, without the payload of the refused record, which may be large."""
-
-    offset: int
-    dead_letter: DeadLetter
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
     """A run as its small topics have it; its samples and groups are read through `reader`."""
 
@@ -31,7 +24,8 @@ class RecordedRun:
     """Registration; None if its record was deleted."""
     config: Config
     past: LedgerHistory
-    dead_letters: tuple[StoredDeadLetter, ...]
+    dead_letters: Mapping[int, DeadLetter]
+    """Offset -> dead letter, without the payload of the refused record, which may be large."""
 
     @property
     def run(self) -> str:
@@ -63,11 +57,7 @@ def read_run(log: Log, run: str) -> RecordedRun:
     if record is None and opened is None:
         raise RunNotFound(run)
     config = record.config if record is not None else json.dumps(json.loads((opened and opened.details) or "{}").get("config", {}))
-    dead_letters = tuple(
-        StoredDeadLetter(offset=read.record.offset, dead_letter=replace(read.payload, value=b""))
-        for read in reader.dead_letters()
-        if read.payload is not None
-    )
+    dead_letters = {read.record.offset: replace(read.payload, value=b"") for read in reader.dead_letters() if read.payload is not None}
     return RecordedRun(reader=reader, record=record, config=from_json(config), past=past, dead_letters=dead_letters)
 
 

@@ -15,9 +15,10 @@ from penstock.infra.broker import embedded
 from penstock.infra.broker.settings import Listener
 from penstock.infra.errors import BrokerError, ConfigError, PenstockError
 from penstock.infra.kafka.log import KafkaLog, await_broker
+from penstock.pipeline.config.schema import RunSection
 from penstock.pipeline.config.security import credentials
 from penstock.pipeline.launch import restart_policy
-from penstock.pipeline.launch.restart_policy import Rules, WorkerExit
+from penstock.pipeline.launch.restart_policy import WorkerExit
 from penstock.pipeline.launch.shutdown import stop_requested
 from penstock.pipeline.runtime.exit_status import FAILED
 
@@ -34,7 +35,7 @@ class BrokerKeeper:
     """Restarts the embedded broker at `bootstrap` when it crashes, and ignores any other broker; the launcher calls `check` in a loop."""
 
     bootstrap: str
-    rules: Rules
+    rules: RunSection
     notify: Notify
     exits: list[WorkerExit] = field(default_factory=list)
     ours: bool = False

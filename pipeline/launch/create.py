@@ -111,7 +111,7 @@ def check_inputs(config: Config, *, notify: Callable[[str], None] = print) -> tu
         raise
     except (ValueError, OSError) as error:
         raise PenstockError(str(error)) from error
-    for warning in (reader.replaced.warning(), endless_warning(config, model_digests["stop_ids"], reader.renderer)):
+    for warning in (reader.replaced_warning(), endless_warning(config, model_digests["stop_ids"], reader.renderer)):
         if warning:
             notify(f"warning: {warning}")
     check_user_functions(config)

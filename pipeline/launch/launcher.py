@@ -27,7 +27,6 @@ from penstock.pipeline.launch.check.preflight import check, important
 from penstock.pipeline.launch.check.sizes import threads
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.placement import place
-from penstock.pipeline.launch.restart_policy import Rules
 from penstock.pipeline.launch.run_lock import STOP_LIMIT_S, attending, end_leftovers, ui_address
 from penstock.pipeline.launch.shutdown import lasting_output, stop_requested
 from penstock.pipeline.launch.stall_watchdog import Watchdog, unblock
@@ -132,7 +131,7 @@ def watch(
         watching = Watching(
             view,
             Supervisor(run, log.connection, config, directory, tell, placement, left),
-            BrokerKeeper(log.bootstrap, Rules(restart=config.run.restart, max_restarts=config.run.max_restarts), tell),
+            BrokerKeeper(log.bootstrap, config.run, tell),
             Watchdog(log, config.run.stall_s, tell, unblock=lambda: unblock(log, run, tell)),
         )
         failure: Failure | None = None

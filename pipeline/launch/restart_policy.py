@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.pipeline.config.schema import RunSection
 from penstock.pipeline.runtime.exit_status import BROKEN, NO_RETRY
 
 HEALTHY_S = 10.0
@@ -31,15 +32,6 @@ class WorkerExit:
     """True if the broker was unreachable: such an exit is not a failure."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """The run's settings for restarts."""
-
-    restart: Literal["on-failure", "never"] = "on-failure"
-    max_restarts: int = 5
-    """Restarts of one process in a row."""
-
-
 def failures_in_a_row(exits: Sequence[WorkerExit]) -> int:
     """Number of exits since the process last made progress, without excused ones."""
     count = 0
@@ -60,7 +52,7 @@ def recent(exits: Sequence[WorkerExit]) -> int:
     return sum(not exit_.excused and exit_.at_s > exits[-1].at_s - RECENT_S for exit_ in exits)
 
 
-def decide(exits: Sequence[WorkerExit], *, now_s: float, rules: Rules, reachable: bool = True) -> Decision:
+def decide(exits: Sequence[WorkerExit], *, now_s: float, rules: RunSection, reachable: bool = True) -> Decision:
     """Decide about a process whose newest exit is the last of `exits`; `reachable` is False while its broker is unreachable."""
     last = exits[-1]
     if last.status in (NO_RETRY, BROKEN) or rules.restart == "never" or failures_in_a_row(exits) > rules.max_restarts:
@@ -86,7 +78,7 @@ def how(status: int) -> str:
         return f"was killed by signal {-status}"
 
 
-def failure_cause(exits: Sequence[WorkerExit], *, rules: Rules) -> str:
+def failure_cause(exits: Sequence[WorkerExit], *, rules: RunSection) -> str:
     """The reason why a process is not restarted, as the end of a sentence."""
     if exits[-1].status in (NO_RETRY, BROKEN):
         return "not restarted, because the cause would remain"

@@ -21,7 +21,7 @@ from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import WorkerView
 from penstock.pipeline.launch import restart_policy, run_lock
 from penstock.pipeline.launch.placement import NOT_PLACED, Placement, on_cores, pinning_of
-from penstock.pipeline.launch.restart_policy import Rules, WorkerExit
+from penstock.pipeline.launch.restart_policy import WorkerExit
 from penstock.pipeline.launch.run_lock import STOP_LIMIT_S
 from penstock.pipeline.runtime import leases
 from penstock.pipeline.runtime.exit_status import BROKEN, ENDED, NO_RETRY
@@ -223,7 +223,7 @@ class Supervisor:
 
     def kill_hung(self, silent: Mapping[str, float], *, now_s: float, stall_s: float, reachable: bool) -> None:
         """Kill workers that neither report nor use CPU time although they could; they are restarted like crashed workers."""
-        if self._rules.restart == "never":
+        if self.config.run.restart == "never":
             return
         for worker in self.workers:
             silent_s = silent.get(worker.name, 0.0)
@@ -286,22 +286,18 @@ class Supervisor:
                     if activity_of(status).kind != "wait":
                         self.notify(f"{worker.name}: {work}")
 
-    @property
-    def _rules(self) -> Rules:
-        return Rules(restart=self.config.run.restart, max_restarts=self.config.run.max_restarts)
-
     def _on_exit(self, worker: Worker, status: int, *, now_s: float, moved: int, reachable: bool) -> Failure | None:
         """Record the exit of a worker with an error, and restart it now or later; a `Failure` if it is not restarted."""
         if not worker.exited:
             worker.on_exit(status, now_s=now_s, moved=moved, excused=not reachable)
-        decision = restart_policy.decide(worker.exits, now_s=now_s, rules=self._rules, reachable=reachable)
+        decision = restart_policy.decide(worker.exits, now_s=now_s, rules=self.config.run, reachable=reachable)
         how = restart_policy.how(status)
         if status == BROKEN:
             return Failure(worker.cause())
         if status == NO_RETRY and (cause := worker.cause()):  # the rest of its log has no more
             return Failure(f"{worker.name}: {cause}")
         if decision == "give-up":
-            why = restart_policy.failure_cause(worker.exits, rules=self._rules)
+            why = restart_policy.failure_cause(worker.exits, rules=self.config.run)
             return Failure(f"{worker.name} {how} ({why}); its log is {worker.log_file}", worker.last_words())
         if decision == "start":
             cause = worker.cause() if status > 0 else ""

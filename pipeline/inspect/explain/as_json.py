@@ -12,7 +12,7 @@ from penstock.infra.log import Log
 from penstock.pipeline.algorithms.registry import LOSSES
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.inspect.explain.group_history import GroupHistory, read_group, record_name, stages, stale_facts, why
-from penstock.pipeline.inspect.recorded_run import StoredDeadLetter, read_run
+from penstock.pipeline.inspect.recorded_run import read_run
 from penstock.pipeline.inspect.report.formats import rebased_fields
 from penstock.pipeline.learner import micro_batches
 from penstock.pipeline.learner.ledger_history import read_planned
@@ -20,6 +20,7 @@ from penstock.pipeline.learner.micro_batches import TokenSequence
 from penstock.pipeline.runtime.topic_reader import Read, between
 from penstock.pipeline.scheduling import rules
 from penstock.topics.catalogue import topic_name
+from penstock.topics.dead_letters import DeadLetter
 from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.ledger import Entry
 from penstock.topics.rollouts import Rollout, generated
@@ -93,7 +94,7 @@ def life(history: GroupHistory, *, notify: Callable[[str], None], trust_code: bo
         "moments": asdict(history.timestamps),
         "records": _records(history),
         "gone": list(history.gone),
-        "dead_letters": [_dead_letter(dead_letter) for dead_letter in history.dead_letters],
+        "dead_letters": [_dead_letter(*stored) for stored in history.dead_letters.items()],
     }
 
 
@@ -290,10 +291,9 @@ def _records(history: GroupHistory) -> list[dict[str, Any]]:
     return rows + [row(read.records[-1], f"unusable: {read.problem}", counts=False) for read in history.unusable]
 
 
-def _dead_letter(stored: StoredDeadLetter) -> dict[str, Any]:
-    dead_letter = stored.dead_letter
+def _dead_letter(offset: int, dead_letter: DeadLetter) -> dict[str, Any]:
     return {
-        "offset": stored.offset,
+        "offset": offset,
         "of": record_name(dead_letter),
         **_fields(dead_letter, "kind", "reason", "worker"),
         "time_s": dead_letter.time_ns / NS,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.pipeline.inspect.recorded_run import RecordedRun, StoredDeadLetter, no_prompt
+from penstock.pipeline.inspect.recorded_run import RecordedRun, no_prompt
 from penstock.pipeline.runtime.topic_reader import POISON, Read, deleted
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.rules import group_status
@@ -151,14 +151,14 @@ class GroupHistory:
         return group_status(outcome, trained=self.step is not None, stale=self.stale is not None, ended=self.run.ended)
 
     @property
-    def dead_letters(self) -> list[StoredDeadLetter]:
-        """Dead letters about records of this group in the log, and about records that name it in their headers or key."""
+    def dead_letters(self) -> dict[int, DeadLetter]:
+        """Offset -> dead letter about a record of this group in the log, or about one that names it in its headers or key."""
         record_ids = {record.id for read in self.reads for record in read.records}
-        return [
-            stored
-            for stored in self.run.dead_letters
-            if stored.dead_letter.record_id in record_ids or claimed_group(stored.dead_letter) == self.number
-        ]
+        return {
+            offset: dead_letter
+            for offset, dead_letter in self.run.dead_letters.items()
+            if dead_letter.record_id in record_ids or claimed_group(dead_letter) == self.number
+        }
 
     @property
     def timestamps(self) -> GroupTimestamps:
@@ -263,7 +263,7 @@ def stale_facts(history: GroupHistory) -> dict[str, Any] | None:
 def _why_stale(history: GroupHistory) -> str:
     """Return why the ledger lists the group as stale (too many versions old), as a clause."""
     facts = stale_facts(history) or {}
-    for dead_letter in (stored.dead_letter for stored in history.dead_letters):
+    for dead_letter in history.dead_letters.values():
         if dead_letter.kind == POISON and dead_letter.topic.endswith(".groups"):
             return f"the outcome could not be read ({dead_letter.reason}), so it was dead-lettered and the group dropped"
     if facts["lag"] is None:

@@ -12,7 +12,7 @@ from penstock.pipeline.inspect.live.completions import Completion
 from penstock.pipeline.inspect.report import figures
 from penstock.pipeline.inspect.report.figures import episodes, evaluations, held_out, held_out_prompts, ordered, step_sizes
 from penstock.pipeline.inspect.report.formats import CURVE_WIDTH, duration, sparkline
-from penstock.pipeline.inspect.report.headline import RECENT_GROUPS, attention, learned, missing_rewards, named, wastes
+from penstock.pipeline.inspect.report.headline import RECENT_GROUPS, advice, learned, missing_rewards, named, wastes
 from penstock.pipeline.inspect.report.summary import reward_ends
 from penstock.pipeline.inspect.report.text import STATUS_STYLES
 from penstock.pipeline.inspect.run_status import (
@@ -72,9 +72,9 @@ def frame(
         parts.append(Text.assemble((named(slowest.who), "bold"), (f" ({slowest.why})", "dim")))
     parts += _held_out(view)
     parts.append(_health(view, outage_s=outage_s, live=live))
-    errors, steps = figures.failures(view)[:FAILURES], [view.steps[step] for step in sorted(view.steps)]
-    measured = {"practice": figures.practice(steps), "ess": figures.ess(steps), "missing_rewards": missing_rewards(view)[:FAILURES]}
-    causes = [*attention({**measured, "failures": ()}), *map(str, wastes(view, last=RECENT_GROUPS))]
+    errors, last = figures.failures(view)[:FAILURES], _last(view)
+    truncated, ess = None if last is None else last.metrics.get("truncated_share"), figures.mean([*view.steps.values()], "ess")
+    causes = [*missing_rewards(view)[:FAILURES], *advice(truncated, ess), *map(str, wastes(view, last=RECENT_GROUPS))]
     parts += [Text(cause, style="yellow") for cause in causes]
     parts += [Text(completion.line(width - BORDER), style="dim", no_wrap=True, overflow="ellipsis") for completion in completions]
     absent = missing(view, now_s=now_s, silent=silent) if live else []

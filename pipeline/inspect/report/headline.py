@@ -103,7 +103,7 @@ LEAST_CHANGE = 0.01
 
 def headline(report: Mapping[str, Any]) -> list[str]:
     """Return the summary sentences of a report; the first one is about whether the run learned."""
-    return [learned(report), *warnings(report), *(f"{step[0].upper()}{step[1:]}." for step in next_steps(report))]
+    return [learned(report), *(f"{step[0].upper()}{step[1:]}." for step in next_steps(report))]
 
 
 def learned(report: Mapping[str, Any]) -> str:
@@ -126,17 +126,15 @@ def learned(report: Mapping[str, Any]) -> str:
     return f"{result}: reward {first:.2f} -> {last:.2f}{_held_out(report.get('eval') or ())}{advice}."
 
 
-def warnings(report: Mapping[str, Any]) -> list[str]:
-    """Return sentences about events that make a run's figures doubtful."""
-    if changed := report.get("changed"):
-        names = ", ".join(dict.fromkeys(str(change["what"]) for change in changed))
-        return [f"Changed while the run was stopped: {names}. Rewards before and after may not be comparable."]
-    return []
-
-
 def attention(report: Mapping[str, Any]) -> list[str]:
     """Return a sentence per problem of the samples or a worker, with the configuration key that may solve it."""
-    truncated, ess, lines = report["practice"]["truncated_last"], report["ess"]["mean"], [*report["failures"], *report["missing_rewards"]]
+    measured = advice(report["practice"]["truncated_last"], report["ess"]["mean"])
+    return [*report["failures"], *report["missing_rewards"], *measured]
+
+
+def advice(truncated: float | None, ess: float | None) -> list[str]:
+    """Return what to change for a share of truncated samples or an effective sample size that needs attention."""
+    lines = []
     if truncated is not None and truncated > TRUNCATED:
         cut = f"{percent(truncated)} of the last step's samples are truncated, and a cut-off answer counts as wrong"
         lines.append(f"{cut}: raise sampling.max_new_tokens")

@@ -138,6 +138,7 @@ def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
         "practice": practice(steps),
         "weights": _weights(view),
         "eval": evaluations(view),
+        "evaluates": bool(config_of(view).get("eval", {}).get("source")),
         "examples": examples(view),
         "dead_letters": _dead_letters(view),
         "duplicates": sum(view.duplicates.values()),

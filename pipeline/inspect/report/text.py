@@ -14,7 +14,7 @@ from rich.text import Text
 
 from penstock.pipeline.inspect.report.figures import SAME, SHOWN, held_out_prompts, one_line, shares, step_sizes
 from penstock.pipeline.inspect.report.formats import change, duration, figures, joined, percent, rebased_line, sparkline, use_text
-from penstock.pipeline.inspect.report.headline import attention, learned, next_steps, warnings
+from penstock.pipeline.inspect.report.headline import attention, learned, next_steps
 from penstock.pipeline.inspect.run_status import end_reason
 from penstock.pipeline.runtime.reporting.log_lines import counted
 
@@ -46,7 +46,6 @@ def render(report: Report, *, directory: Path | None = None, full: bool = False)
     parts: list[RenderableType] = [title]
     if reason := end_reason(report.get("reason")):
         parts.append(Text(f"{status}: {reason}", style=style))
-    parts += [Text(line, style="yellow") for line in warnings(report)]
     parts += ["", _table(report, SHORT, limit=None if full else SHOWN_LINES), ""]
     if full:
         parts += [_table(report, DETAILS, limit=None), "", *(Text(line, style="cyan") for line in mlflow_commands(report))]
@@ -97,7 +96,7 @@ def _reward(report: Report) -> list[Text]:
 def _held_out(report: Report) -> list[str]:
     evals = report["eval"]
     if not evals:
-        return ["not evaluated; set eval.source to evaluate on held-out prompts"]
+        return ["not evaluated yet" if report.get("evaluates") else "not evaluated; set eval.source to evaluate on held-out prompts"]
     first, last = evals[0], evals[-1]
     parts = [text for name in ("greedy", "sampled") if (text := _score(name, [first] if last is first else [first, last]))]
     return [", ".join(parts) + (f" ({held_out_prompts(last)})" if last.get("n") else "")]
@@ -174,10 +173,11 @@ def _deleted(report: Report) -> list[str]:
 
 def _changed(report: Report) -> list[str]:
     """Format changes of data or code while the run was stopped: "reward a.py:f after 3 steps: 1f… -> 9c…"."""
-    return [
+    changes = [
         f"{change['what']} after {change['steps']:,} steps: {change['before'][:12]} -> {change['after'][:12]}"
         for change in report.get("changed") or ()
     ]
+    return ["while the run was stopped: rewards before and after may not be comparable", *changes] if changes else []
 
 
 def _empty(report: Report) -> list[str]:

@@ -23,6 +23,7 @@ SPREAD = 32
 MOST_KINDS = 8
 """Further rows that they are tried on: each the first of its kind."""
 PROGRESS_EVERY_S = 10.0
+SHOWN_ROWS = 3
 
 
 class RowReader:
@@ -31,7 +32,8 @@ class RowReader:
     def __init__(self, config: Config, *, notify: Callable[[str], None]) -> None:
         """Load the tokenizer and the chat template; no row is read yet."""
         self._config, self._notify, self.renderer = config, notify, Renderer.of(config)
-        self.replaced = ReplacedText()
+        self._surrogates: dict[str, int] = {}
+        """Row -> number of its lone surrogates that were replaced."""
         self.kinds: list[Row] = []
         """Training rows that the reward functions are to be tried on: the first of each source, and one of each further kind."""
         self.spread: list[Row] = []
@@ -64,7 +66,9 @@ class RowReader:
 
     def _row(self, row: Row, scoring: rewards.Rewards) -> None:
         """Render a row, check its columns for the reward functions, and note what they will not get. Raises `DataError`."""
-        prompt, _ = self.renderer.render(self.replaced.seen(row))
+        if row.replaced:
+            self._surrogates[row.origin] = row.replaced
+        prompt, _ = self.renderer.render(row)
         if tag := OPENING_TAG.search(prompt[-TAG_CHARACTERS:]):
             self._note(tag[0], f"{row.origin}: the prompt ends with {tag[1]}: completions start after it; reward functions do not get it")
         try:
@@ -82,6 +86,17 @@ class RowReader:
             self._due_s = time.monotonic() + PROGRESS_EVERY_S
             self._notify(f"checked {self._read:,} of {self._total:,} rows")
 
+    def replaced_warning(self) -> str | None:
+        """One line with the number of lone surrogates that were replaced, and the first rows with some; None if there are none."""
+        rows, count = list(self._surrogates), sum(self._surrogates.values())
+        if not rows:
+            return None
+        more = f" and {len(rows) - SHOWN_ROWS:,} more rows" if len(rows) > SHOWN_ROWS else ""
+        return (
+            f"{', '.join(rows[:SHOWN_ROWS])}{more}: {count:,} lone surrogate{'s' if count > 1 else ''} "
+            "(halves of characters, as in text truncated by bytes), replaced by U+FFFD"
+        )
+
     def _note(self, name: str, text: str) -> None:
         """Pass a remark to `notify`, unless one with this name was passed before."""
         if name not in self._noted:
@@ -96,33 +111,6 @@ class RowReader:
             self.kinds.append(row)
             self._further += not first
         self._seen.add(kind)
-
-
-SHOWN_ROWS = 3
-
-
-class ReplacedText:
-    """Counts lone surrogates that were replaced in a run's rows."""
-
-    def __init__(self) -> None:
-        self._characters, self._rows = 0, list[str]()
-
-    def seen(self, row: Row) -> Row:
-        """Count the replaced surrogates of a row, and return the row."""
-        if row.replaced:
-            self._characters += row.replaced
-            self._rows.append(row.origin)
-        return row
-
-    def warning(self) -> str | None:
-        """One line with the number of surrogates and the first rows; None if there are none."""
-        if not self._rows:
-            return None
-        more = f" and {len(self._rows) - SHOWN_ROWS:,} more rows" if len(self._rows) > SHOWN_ROWS else ""
-        return (
-            f"{', '.join(self._rows[:SHOWN_ROWS])}{more}: {self._characters:,} lone surrogate{'s' if self._characters > 1 else ''} "
-            "(halves of characters, as in text truncated by bytes), replaced by U+FFFD"
-        )
 
 
 def endless_warning(config: Config, stop_ids: Sequence[int], renderer: Renderer) -> str | None:

@@ -14,13 +14,6 @@ from penstock.pipeline.scheduling import rules
 Process = Generator[Any, Any, None]
 
 
-class AdmittedPrompt(NamedTuple):
-    """A prompt that was assigned to a worker."""
-
-    group: int
-    min_version: int
-
-
 class SimulatedSample(NamedTuple):
     """A finished sample: number of tokens, version of the first token, mean version of all tokens."""
 
@@ -79,7 +72,8 @@ class SimulatedWorker:
         """Sample-seconds in the engine; divided by `busy_s`, the mean batch size."""
         self.stopped = False
         """True after the run's last step."""
-        self._waiting: list[AdmittedPrompt] = []
+        self._waiting: list[tuple[int, int]] = []
+        """(group, oldest version that may generate it) of each assigned prompt."""
         self._queue: list[tuple[int, int, int]] = []
         self._rows: list[_Row] = []
         self._groups: dict[int, SimulatedGroup] = {}
@@ -89,8 +83,8 @@ class SimulatedWorker:
         self._wake = world.event()
         world.process(self._loop())
 
-    def assign(self, prompt: AdmittedPrompt) -> None:
-        self._waiting.append(prompt)
+    def assign(self, group: int, min_version: int) -> None:
+        self._waiting.append((group, min_version))
         self.wake()
 
     def wake(self) -> None:
@@ -208,12 +202,11 @@ class SimulatedWorker:
         schedule = self._work.schedule
         while self._has_room and self._waiting:
             newest = self._newest()
-            pairs = [(prompt.group, prompt.min_version) for prompt in self._waiting]
-            index = rules.next_in_line(pairs, loaded_version=self.version, newest_version=newest)
+            index = rules.next_in_line(self._waiting, loaded_version=self.version, newest_version=newest)
             if index is None:
                 return
-            prompt = self._waiting[index]
-            version = rules.version_to_load(schedule, min_version=prompt.min_version, newest_version=newest, loaded_version=self.version)
+            group, min_version = self._waiting[index]
+            version = rules.version_to_load(schedule, min_version=min_version, newest_version=newest, loaded_version=self.version)
             if version is not None:
                 if self._groups and schedule.loads_at != "step":
                     return
@@ -222,7 +215,7 @@ class SimulatedWorker:
             if self._work.prefill_s:
                 yield self._world.timeout(self._work.prefill_s)
                 self.busy_s += self._work.prefill_s
-            self._submit(prompt.group)
+            self._submit(group)
 
     def _submit(self, group: int) -> None:
         """Queue the samples of a group, with lengths from the workload."""

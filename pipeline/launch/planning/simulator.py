@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import simpy
 
-from penstock.pipeline.launch.planning.engine import AdmittedPrompt, Outcome, SimulatedGroup, SimulatedStep, SimulatedWorker
+from penstock.pipeline.launch.planning.engine import Outcome, SimulatedGroup, SimulatedStep, SimulatedWorker
 from penstock.pipeline.launch.planning.workload import Workload
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
@@ -61,10 +61,10 @@ class _Run:
             if partition is None:
                 return
             slot = rules.slot_of(admitted=self.admitted, dropped=dropped)
-            prompt = AdmittedPrompt(self.admitted, rules.min_version(work.schedule, slot=slot, newest_version=self.newest))
+            min_version = rules.min_version(work.schedule, slot=slot, newest_version=self.newest)
             self.workers[partition].unfinished += 1
+            self.workers[partition].assign(self.admitted, min_version)
             self.admitted += 1
-            self.workers[partition].assign(prompt)
 
     def generated(self, worker: SimulatedWorker, group: SimulatedGroup) -> None:
         """Give a group that a worker has finished or aborted its outcome, after the time that delivery takes."""

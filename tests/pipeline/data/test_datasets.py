@@ -160,6 +160,15 @@ def test_the_check_counts_all_damaged_rows_and_asks_the_caller_too(tmp_path: Pat
         check(open_dataset("rows.jsonl", base_dir=tmp_path), also=refuses_good_ones)
 
 
+def test_problems_that_are_not_told_are_counted_apart_from_the_rows_of_the_last_one_told(tmp_path: Path) -> None:
+    def refuses(row: Row) -> None:
+        raise ValueError(f"{row.origin}: {row.prompt}")
+
+    lines(tmp_path, [{"prompt": prompt, "answer": 1} for prompt in "abccde"])
+    with pytest.raises(DataError, match=r"rows.jsonl:3: c \(and 1 more row\) \| 2 more rows have other problems$"):
+        check(open_dataset("rows.jsonl", base_dir=tmp_path), also=refuses)
+
+
 @settings(max_examples=30, deadline=None)
 @given(bad=st.lists(st.sampled_from(["", None, 7, [], "good"]), min_size=1, max_size=12))
 def test_each_problem_of_the_rows_is_told_once_with_its_number_of_rows(bad: list[Any]) -> None:

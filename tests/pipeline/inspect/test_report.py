@@ -296,13 +296,15 @@ def test_a_run_with_every_kind_of_trouble_is_told_on_one_screen_with_each_of_the
     text = as_text(troubled, directory=Path("/state/runs") / RUN)
     assert len(text.splitlines()) <= 30
     for piece in (
-        "failed: the loss of step 7 is not finite", "17 failed", "Changed while the run was stopped: reward rew.py:score",
+        "failed: the loss of step 7 is not finite", "17 failed", "while the run was stopped: rewards before and",
         "30 (27 reward-failed, 3 undecodable)", "9 samples without a reward, first in group 1: ZeroDivisionError",
         "rollout 2 · trainer 1", "resumed 2 times",
-        "were deleted", "rebased after 4 steps", "2 of 10 steps had no trained token", "11 without a reward", "not evaluated",
+        "were deleted", "rebased after 4 steps", "2 of 10 steps had no trained token", "11 without a reward",
+        "not evaluated; set eval.source",
         "raise schedule.max_lag",
     ):  # fmt: skip
         assert piece in text, piece
+    assert "not evaluated yet" in as_text({**troubled, "evaluates": True})
 
 
 def test_a_stopped_run_says_how_to_resume_it(report: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from penstock.pipeline.inspect.report import figures
 from penstock.pipeline.inspect.report.summary import summarise
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.run_view_types import StepFacts
-from penstock.pipeline.inspect.status import bottleneck, trainer_waiting_ratio
+from penstock.pipeline.inspect.status import bottleneck, recent_steps, trainer_waiting_ratio
 from penstock.pipeline.runtime.reporting.reporter import USES, Reporter, split, use_of
 from penstock.topics import metrics
 from penstock.topics.catalogue import topics_of
@@ -129,7 +129,7 @@ def test_the_waiting_of_the_last_steps_is_their_share_of_all_the_trainers_time()
     for number, record in enumerate(as_records(records)):
         view.fold(record)
         if number > 2:
-            assert trainer_waiting_ratio(view) == pytest.approx(0.3)
+            assert trainer_waiting_ratio(view, recent_steps(view)) == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ import pytest
 
 from penstock.infra.broker import embedded
 from penstock.infra.errors import BrokerError
+from penstock.pipeline.config.schema import RunSection
 from penstock.pipeline.launch.broker_keeper import BrokerKeeper
-from penstock.pipeline.launch.restart_policy import Rules
 
 
 def keeper_of(bootstrap: str, said: list[str], *, max_restarts: int = 5) -> BrokerKeeper:
-    return BrokerKeeper(bootstrap, Rules(max_restarts=max_restarts), said.append)
+    return BrokerKeeper(bootstrap, RunSection(max_restarts=max_restarts), said.append)
 
 
 def look_until(keeper: BrokerKeeper, holds: Callable[[], bool], *, limit_s: float = 60.0) -> str | None:

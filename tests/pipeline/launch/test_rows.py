@@ -1,6 +1,7 @@
 """Every row is read before a run: what a later row lacks is named with its line, and rewards are tried on each kind of row."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from penstock.pipeline.data.read_files import DataError, Fields, make_row
 from penstock.pipeline.data.run_data import open_data, open_eval_data
 from penstock.pipeline.data.tokenization import Renderer, digests
 from penstock.pipeline.launch.check import rows
-from penstock.pipeline.launch.check.rows import ReplacedText, RowReader, endless_warning
+from penstock.pipeline.launch.check.rows import RowReader, endless_warning
 from tests.support.light_model import light_model
 
 GRADED = "def graded(completions, answer, level):\n    return [1.0] * len(completions)\n"
@@ -187,11 +188,9 @@ def test_what_nothing_ends_is_a_warning(tmp_path: Path, template: str | None, eo
     assert warning is None if words is None else words in (warning or "")
 
 
-def test_replaced_characters_are_counted_and_named_with_their_rows() -> None:
-    replaced = ReplacedText()
-    assert replaced.warning() is None
-    for number in range(5):
-        text = {"prompt": "a\ud83d", "answer": ["\ude00", {"\ud83d": 1}]}
-        row = replaced.seen(make_row(text, index=number, origin=f"rows.jsonl:{number + 1}", fields=Fields()))
-        assert (row.prompt, row.columns["answer"]) == ("a\ufffd", ["\ufffd", {"\ufffd": 1}])
-    assert (replaced.warning() or "").startswith("rows.jsonl:1, rows.jsonl:2, rows.jsonl:3 and 2 more rows: 15 lone surrogates ")
+def test_replaced_characters_are_counted_and_named_with_their_rows(read: Read) -> None:
+    row = make_row({"prompt": "a\ud83d", "answer": ["\ude00", {"\ud83d": 1}]}, index=0, origin="rows.jsonl:1", fields=Fields())
+    assert (row.prompt, row.columns["answer"]) == ("a\ufffd", ["\ufffd", {"\ufffd": 1}])
+    assert read([GOOD], reward="rew.py:free")[0].replaced_warning() is None
+    warning = read([{"prompt": "a\ud83d", "answer": "\ude00"}] * 5, reward="rew.py:free")[0].replaced_warning() or ""
+    assert re.match(r"\S*rows.jsonl:1, \S*rows.jsonl:2, \S*rows.jsonl:3 and 2 more rows: 10 lone surrogates ", warning)
