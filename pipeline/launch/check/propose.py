@@ -6,8 +6,11 @@ import re
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, StrictUndefined
 
 from penstock.infra.backends.hardware import this_cpu, visible_gpus
 from penstock.infra.errors import WrongBuild
@@ -26,6 +29,7 @@ from penstock.pipeline.launch.check.memory import UTILIZATION, Shape, estimates,
 from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.runtime.factories import check_engine
 
+TEMPLATE = Path(__file__).with_name("proposal.toml.jinja")
 FILES = (".jsonl", ".parquet")
 ROWS_MEASURED = 1_000
 HELD_OUT = 64
@@ -219,147 +223,16 @@ def _loaded(text: str, base: Path, inputs: Inputs) -> Config:
 def _text(model: str, data: str, functions: Sequence[str], inputs: Inputs, *, engine: str, fitting: Config | None = None) -> str:
     """Text of the file: every section that a user is likely to change, each line with its reason.
 
-    `fitting` has the values that follow from the memory of the GPUs.
+    `fitting` has the values that follow from the memory of the GPUs. In the template a tab stands between a value and its reason.
     """
-    sections = (
-        *_inputs(model, data, functions, inputs),
-        _schedule(inputs, vllm=engine == "vllm"),
-        _rollout(inputs, engine=engine, fitting=fitting),
-        _trainer(inputs, fitting=fitting),
-        _eval(data, inputs),
-        ["[launch]", _line("placement", "colocated", "trainer and engine time-share the one GPU")] if inputs.gpus == 1 else [],
-    )
-    return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
-
-
-def _passed_as(answer_field: str) -> str:
-    """The comment of the line about the reference answers' column."""
-    if not answer_field:
-        return "there is none"
-    return "reward functions get it as `answer`" + ("" if answer_field == "answer" else f" and as `{answer_field}`")
-
-
-def _line(key: str, value: Any, why: str = "") -> str:
-    """A line of the file: key, value and the comment `why`, if any."""
-    text = f"{key} = {json.dumps(value, ensure_ascii=False)}"
-    return f"{text:<36}# {why}" if why else text
-
-
-def _inputs(model: str, data: str, functions: Sequence[str], inputs: Inputs) -> list[list[str]]:
-    """The lines of the sections about run, model, data and reward."""
-    name = re.sub(r"[^a-z0-9]+", "-", Path(model).name.lower()).strip("-")[:24] or "run"
-    held_out, template = inputs.held_out, "the model's chat template"
-    return [
-        [
-            "# Written by `penstock init`. Every key: docs/reference/configuration.md. Paths are relative to this file.",
-            "# `penstock check` validates it and generates the samples of a step; `penstock run` starts it.",
-            "[run]",
-            _line("name", name, "first part of the run's id"),
-            _line("steps", inputs.steps, f"optimizer steps, {inputs.passes:.3g} passes through the data; or set epochs"),
-            _line("seed", 0),
-            "",
-            "[model]",
-            _line("path", model, f"{inputs.count / 1e6:,.1f} million parameters" if inputs.count else "size unknown"),
-        ],
-        [
-            "[data]",
-            _line("source", data, f"{inputs.rows:,} rows"),
-            _line("prompt_field", inputs.prompt_field),
-            _line("answer_field", inputs.answer_field, _passed_as(inputs.answer_field)),
-            *([_line("limit", inputs.rows - held_out, f"the last {held_out} rows are held out, see [eval]")] if held_out else []),
-            _line("chat_template", "auto", template if inputs.template else "the model has no chat template: prompts go in as they are"),
-            _line("max_prompt_tokens", inputs.prompt_room, f"the longest of the first rows has {inputs.longest_prompt}"),
-        ],
-        [
-            "[reward]",
-            _line("functions", list(functions), "f(completions, **columns) -> a number for each"),
-            '# on_error = "drop"                 # continue if it breaks often, instead of stopping the run',
-        ],
-    ]
-
-
-def _schedule(inputs: Inputs, *, vllm: bool) -> list[str]:
-    """The lines of the sections about schedule, sampling and loss."""
-    mode, why = ("in_flight", "new weights between two decode steps") if vllm else ("pipelined", "generates ahead of the trainer")
-    return [
-        "[schedule]",
-        _line("mode", mode, f"{why}; docs/explanation/schedules.md"),
-        _line("prompts_per_step", inputs.prompts_per_step, "groups in an optimizer step"),
-        _line("samples_per_prompt", 8, "completions in a group; use more if rewards are rare"),
-        "",
-        "[sampling]",
-        _line("max_new_tokens", inputs.completion_room, f"{inputs.completion_use}; longer completions are truncated"),
-        _line("temperature", 1.0),
-        "",
-        "[algorithm]",
-        _line("loss", "dapo", "or grpo, dr_grpo, gspo, cispo: docs/explanation/algorithms.md"),
-    ]
-
-
-def _rollout(inputs: Inputs, *, engine: str, fitting: Config | None) -> list[str]:
-    """The lines of the section about rollout workers; `fitting` has the values that fit into the GPUs' memory."""
-    why = "generates all samples concurrently" if engine == "vllm" else "vLLM is not installed, or cannot load this model"
-    lines = [
-        "[rollout]",
-        _line("engine", engine, why),
-        _line("workers", max(1, inputs.gpus - 1) if fitting is None else fitting.rollout.workers),
-        _line("dtype", inputs.dtype if inputs.gpus or engine == "vllm" else "float32"),
-    ]
-    if not inputs.gpus:
-        return [*lines, _line("threads", max(1, inputs.cores // 2), f"half of {inputs.cores} cores")]
-    lines += [_line("gpus_per_worker", 1 if fitting is None else fitting.rollout.gpus_per_worker)] if inputs.gpus > 1 else []
-    if engine != "vllm":
-        return lines
-    lines += [_line("kv_cache", "keep", "keep the KV cache under new weights; recompute: prefill all samples in flight again")]
-    if fitting is not None:
-        lines += [_line("concurrency", fitting.rollout.concurrency, "samples of maximum length that the cache holds, at most 512")]
-    vllm = {"gpu_memory_utilization": UTILIZATION, **({} if fitting is None else fitting.rollout.vllm)}
-    whys = {
-        "gpu_memory_utilization": "for weights and cache; new weights are staged in the rest",
-        "tensor_parallel_size": "GPUs of an engine",
-    }
-    return [*lines, "", "[rollout.vllm]", *(_line(name, value, whys[name]) for name, value in vllm.items())]
-
-
-def _trainer(inputs: Inputs, *, fitting: Config | None) -> list[str]:
-    """The lines of the section about the trainer; `fitting` has the values that fit into the GPUs' memory."""
-    count, chosen = inputs.count or UNKNOWN, None if fitting is None else fitting.trainer
-    rank = 0 if chosen is None else chosen.lora_rank
-    lr = 5e-4 if count < 10**7 else 1e-5 if count < 10**9 or rank else 1e-6
-    why = "of adapters" if rank else "by the model's size"
-    lines = [
-        "[trainer]",
-        _line("lr", lr, f"{why}; halve it if the reward collapses"),
-        _line("warmup_steps", 5),
-        _line("dtype", inputs.dtype, "weights; sums and moments are float32"),
-        _line("checkpoint_every", 25, "steps; a resumed run repeats those after the newest"),
-    ]
-    if not inputs.gpus:
-        threads = max(1, inputs.cores - inputs.cores // 2)
-        return [*lines, _line("micro_batch_tokens", 2_048, "halve it when memory runs out"), _line("threads", threads)]
-    if chosen is None or fitting is None or inputs.shape is None:
-        lines += [_line("micro_batch_tokens", 16_384, "halve it when memory runs out")]
-        return [*lines, *([_line("gpus", 1)] if inputs.gpus > 1 else [])]
-    taken = estimates(fitting, inputs.shape, gpu=True)[0].gpu
-    lines += [_line("micro_batch_tokens", chosen.micro_batch_tokens, f"takes about {size(taken)} of {size(min(inputs.memory))} of a GPU")]
-    if chosen.gradient_checkpointing:
-        lines += [_line("gradient_checkpointing", True, "computes activations again, which do not fit")]
-    lines += [_line("lora_rank", rank, "trains adapters: all weights with optimizer and gradients do not fit")] if rank else []
-    if chosen.backend != "torch":
-        lines += [_line("backend", chosen.backend), _line("zero_stage", chosen.zero_stage, "shards what does not fit on each GPU")]
-    return [*lines, *([_line("gpus", chosen.gpus), _line("processes", chosen.processes)] if inputs.gpus > 1 else [])]
-
-
-def _eval(data: str, inputs: Inputs) -> list[str]:
-    """The lines of the section about evaluation; none without held-out rows."""
-    lines = [
-        "[eval]",
-        _line("source", data),
-        *([_line("engine", "rollout", "evaluations use a rollout worker's engine and need no GPU")] if inputs.gpus else []),
-        _line("start", inputs.rows - inputs.held_out),
-        _line("limit", inputs.held_out, "held-out prompts"),
-        _line("every", 25, "versions; the first and the last are always evaluated"),
-        _line("samples", 1, "in addition to the greedy one"),
-        "# threshold = 1.0                   # reward from which a completion counts as solved",
-    ]
-    return lines if inputs.held_out else []
+    count, rank = inputs.count or UNKNOWN, 0 if fitting is None else fitting.trainer.lora_rank
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    environment.filters |= {"json": partial(json.dumps, ensure_ascii=False), "size": size}
+    text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        of=inputs, model=model, data=data, functions=list(functions), engine=engine, vllm=engine == "vllm", fitting=fitting, rank=rank,
+        name=re.sub(r"[^a-z0-9]+", "-", Path(model).name.lower()).strip("-")[:24] or "run", utilization=UTILIZATION,
+        lr=5e-4 if count < 10**7 else 1e-5 if count < 10**9 or rank else 1e-6,
+        taken=0 if fitting is None or inputs.shape is None else estimates(fitting, inputs.shape, gpu=True)[0].gpu,
+    )  # fmt: skip
+    lines = (line.partition("\t") for line in text.splitlines())
+    return "".join(f"{value:<36}{why}\n" if why else f"{value}\n" for value, _, why in lines)
