@@ -160,7 +160,11 @@ def compute(tables: Mapping[str, Source], setup: Sequence[str], query: str, limi
             "files": {name: table.files for name, table in tables.items() if isinstance(table, Scanned)},
             "stored": {name: list(map(str, table.files)) for name, table in tables.items() if isinstance(table, Stored)},
         }
-        _send(process.popen, request)
+        stdin = process.popen.stdin
+        assert stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the process has exited: its exit status is reported
+            stdin.write(json.dumps(request).encode() + b"\n")
+            stdin.flush()  # the pipe stays open, because the process exits when it is closed
         _wait(process.popen, limits)
         process.problem.seek(0)
         _raise_for(process.popen.returncode, process.problem.read().decode("utf-8", "replace").strip())
@@ -168,16 +172,6 @@ def compute(tables: Mapping[str, Source], setup: Sequence[str], query: str, limi
         return pa.ipc.open_stream(process.result).read_all()
     finally:
         process.close()
-
-
-def _send(process: "subprocess.Popen[bytes]", request: Mapping[str, Any]) -> None:
-    """Send the request to a query process. The pipe stays open, because the process exits when it is closed."""
-    assert process.stdin is not None
-    try:
-        process.stdin.write(json.dumps(request).encode() + b"\n")
-        process.stdin.flush()
-    except BrokenPipeError:
-        pass  # the process has exited: its exit status is reported
 
 
 def _wait(process: "subprocess.Popen[bytes]", limits: Limits) -> None:

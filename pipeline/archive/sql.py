@@ -5,7 +5,6 @@ import io
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, TextIO, TypeAlias, cast
 
@@ -164,29 +163,13 @@ class ArchivedTables:
 Tables: TypeAlias = LiveTables | ArchivedTables
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedQuery:
-    """A query with the rows of all tables that it names, so that computing its result does not read the log."""
-
-    query: str
-    tables: dict[str, Source]
-
-    def result(self, limits: Limits = NO_LIMITS) -> pa.Table:
-        """Compute the result. Raises `ValueError` if DuckDB refuses the query or a limit is exceeded."""
-        try:
-            return compute(self.tables, _SETUP, _OURS if _SHOW.fullmatch(self.query) else self.query, limits)
-        except OSError as error:
-            raise ValueError(f"the query cannot be computed: {error}") from error
-
-
-def ask(tables: Tables, query: str) -> pa.Table:
-    """Run a query and return its result. Raises `ValueError`, with DuckDB's hint for invalid SQL and unknown names."""
-    return prepare_query(tables, query).result()
-
-
-def prepare_query(tables: Tables, query: str) -> PreparedQuery:
-    """Read the rows of the tables that a query names."""
-    return PreparedQuery(query=query, tables=_tables(tables, _named(query)))
+def ask(tables: Tables, query: str, limits: Limits = NO_LIMITS) -> pa.Table:
+    """Read the tables that a query names, and return its result. Raises `ValueError` if DuckDB refuses it, or at a limit."""
+    sources = _tables(tables, _named(query))
+    try:
+        return compute(sources, _SETUP, _OURS if _SHOW.fullmatch(query) else query, limits)
+    except OSError as error:
+        raise ValueError(f"the query cannot be computed: {error}") from error
 
 
 def plain(value: Any) -> Any:

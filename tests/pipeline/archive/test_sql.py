@@ -1,12 +1,13 @@
 """Questions in SQL read what they name, and that once."""
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.archive.layout import KINDS
-from penstock.pipeline.archive.sql import ask, prepare_query
+from penstock.pipeline.archive.sql import ask
 from penstock.topics import groups
 from tests.support.a_run import RUN, RecordBuilder
 from tests.support.page_records import log_with
@@ -57,6 +58,7 @@ def test_a_question_about_samples_decodes_each_group_once(monkeypatch: pytest.Mo
 )
 def test_a_table_of_records_is_read_where_it_is_named(query: str, wanted: list[str]) -> None:
     tables = InMemory()
-    prepare_query(tables, query)
+    with suppress(ValueError):  # the tables that it names are read, even if the rows are not
+        ask(tables, query)
     assert tables.wanted == wanted
     assert ask(InMemory(), 'select count(*) n from "Groups"').to_pylist() == [{"n": GROUPS}]

@@ -91,14 +91,14 @@ def test_a_question_that_takes_too_much_memory_is_refused_in_one_line(monkeypatc
 @pytest.mark.parametrize("query", [ENDLESS, "select " + "(" * 60_000, "select levenshtein(repeat('a', 9000000), repeat('b', 9000000))"])
 def test_a_question_ends_at_a_limit_of_time_and_with_its_asker(limits: Limits, problem: str, query: str) -> None:
     with pytest.raises(ValueError, match=f"^{problem}"):
-        sql.prepare_query(NoTables(), query).result(limits)
+        sql.ask(NoTables(), query, limits)
 
 
 def test_of_an_answer_only_the_rows_that_are_needed_are_computed_and_a_large_one_is_refused() -> None:
-    everything = sql.prepare_query(NoTables(), "select * from range(300000000)")
-    assert everything.result(Limits(rows=201))["range"].to_pylist() == list(range(201))
+    everything = "select * from range(300000000)"
+    assert sql.ask(NoTables(), everything, Limits(rows=201))["range"].to_pylist() == list(range(201))
     with pytest.raises(ValueError, match=r"^the result is larger than 1 MiB: select fewer rows or columns$"):
-        everything.result(Limits(size=1 << 20))
+        sql.ask(NoTables(), everything, Limits(size=1 << 20))
 
 
 OPENING = (
