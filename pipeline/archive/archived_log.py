@@ -162,12 +162,7 @@ class ArchivedLog:
     """One archive with the read methods of `penstock.infra.log.Log`; ends are those of the last complete export."""
 
     def __init__(self, archive: Archive) -> None:
-        note = archive.note()
-        if note is None:
-            raise ValueError(
-                f"{archive.path} is not an export: {NOTE} is missing; expected a directory that `penstock topics export` wrote"
-            )
-        self.archive, self._note = archive, note
+        self.archive, self._note = archive, archive.required_note()
         self._row_group = lru_cache(CACHED_ROW_GROUPS)(self._typed_row_group)
 
     @property

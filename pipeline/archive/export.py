@@ -3,6 +3,7 @@
 The archive's note has the offsets up to which all records are exported.
 """
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -24,7 +25,6 @@ from penstock.pipeline.runtime.registration.run_registry import registration
 from penstock.topics import ledger
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS
 from penstock.topics.wire.errors import Unusable
-from penstock.topics.wire.record import Record
 
 PROGRESS_EVERY_S = 3.0
 AHEAD = 8
@@ -81,16 +81,11 @@ def _closes_within(tail: Tail, run: str, seconds: float) -> bool:
     """Read the ledger for up to `seconds`; return True as soon as an entry closes the run."""
     until = time.monotonic() + seconds
     while (remaining := until - time.monotonic()) > 0:
-        if any(_closes(record, run) for record in tail.poll(min(1.0, remaining))):
-            return True
+        for record in tail.poll(min(1.0, remaining)):
+            with contextlib.suppress(Unusable):
+                if ledger.check(record, run=run).outcome == "run-closed":
+                    return True
     return False
-
-
-def _closes(record: Record, run: str) -> bool:
-    try:
-        return ledger.check(record, run=run).outcome == "run-closed"
-    except Unusable:
-        return False
 
 
 def export(

@@ -140,6 +140,12 @@ class Archive:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
+    def required_note(self) -> Note:
+        """Read the archive's note. Raises `ValueError` also if there is none."""
+        if (note := self.note()) is None:
+            raise ValueError(f"{self.path} is not an export: {NOTE} is missing; expected a directory that `penstock topics export` wrote")
+        return note
+
     def write_note(self, note: Note) -> None:
         write_atomically(self.path / NOTE, json.dumps(asdict(note), indent=1).encode())
 

@@ -13,7 +13,7 @@ from penstock.infra.kafka.bulk import BulkWriter
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log, Partition
 from penstock.pipeline.archive.archived_log import ArchivedLog
-from penstock.pipeline.archive.files import NOTE, Archive, Note
+from penstock.pipeline.archive.files import Archive, Note
 from penstock.pipeline.archive.layout import KINDS
 from penstock.pipeline.archive.relocation import Relocation
 from penstock.pipeline.config.load import ConfigError, from_json
@@ -76,9 +76,7 @@ def _write_records(log: KafkaLog, archived: ArchivedLog, relocation: Relocation,
 
 def complete(archive: Archive) -> Note:
     """Return the note of an archive. Raises `ValueError` if there is none or the archive is incomplete."""
-    note = archive.note()
-    if note is None:
-        raise ValueError(f"{archive.path} is not an export: {NOTE} is missing; expected a directory that `penstock topics export` wrote")
+    note = archive.required_note()
     if missing := [topic for topic in (RUNS_TOPIC, *TOPICS) if topic not in note.ends and (topic != "run" or topic in note.partitions)]:
         raise ValueError(f"{archive.path} is incomplete, the topics {', '.join(missing)} are missing: repeat `penstock topics export`")
     return note

@@ -47,6 +47,8 @@ def tail(
     json: Json = False,
 ) -> None:
     """Print the newest records of a topic, one per line; with --json, one object per line."""
+    from json import dumps
+
     from penstock.pipeline.inspect.records import browse
     from penstock.pipeline.inspect.tables.token_texts import texts_of
 
@@ -56,7 +58,7 @@ def tail(
         texts = None if json or not topic.endswith("rollouts") else texts_of(log, run_id)
         for record in browse.tail(log, run_id, topic, count=count, follow=follow):
             if json:
-                print_json(browse.as_json_line(record, run=run_id), flush=follow)
+                print_json(dumps(browse.view(record, run=run_id)), flush=follow)
             else:
                 print(browse.as_line(record, run=run_id, texts=texts), flush=follow)
 

@@ -5,7 +5,7 @@ ones. Any other repetition changes nothing and a record beyond a gap is refused,
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,6 +55,12 @@ class LedgerState:
             return self.take(weights.read(record, run=self.run)[1])
         return None
 
+    def apply_usable(self, records: Iterable[Record]) -> None:
+        """Apply records without the unusable ones, which are left to the role that owns reading their topic."""
+        for record in records:
+            with contextlib.suppress(Unusable):
+                self.apply(record)
+
     def take(self, item: Entry | Manifest) -> Entry | Manifest | None:
         """Apply an entry or manifest; None if it was applied before. Raises `Unusable`."""
         return self._apply_entry(item) if isinstance(item, Entry) else self._apply_manifest(item)
@@ -101,10 +107,7 @@ class LedgerState:
 
 
 class LedgerFollower:
-    """Keeps a `LedgerState` up to date for a worker that reads nothing else from `ledger` and `weights`.
-
-    Unusable records are left to the role that owns reading the topic.
-    """
+    """Keeps a `LedgerState` up to date for a worker that reads nothing else from `ledger` and `weights`."""
 
     def __init__(self, log: Log, run: str, state: LedgerState | None = None, starts: Mapping[Partition, Start] | None = None) -> None:
         """Follow from `starts`, by default the beginning; `state` includes the records before.
@@ -116,17 +119,11 @@ class LedgerFollower:
 
     def poll(self, timeout_s: float) -> None:
         """Apply new records, waiting up to `timeout_s` for the first."""
-        for record in self._tail.poll(timeout_s):
-            self._apply(record)
+        self.state.apply_usable(self._tail.poll(timeout_s))
 
     def catch_up(self) -> None:
         """Apply every record up to the current end offsets."""
-        for record in read_to_current_end(self._log, self._tail):
-            self._apply(record)
+        self.state.apply_usable(read_to_current_end(self._log, self._tail))
 
     def close(self) -> None:
         self._tail.close()
-
-    def _apply(self, record: Record) -> None:
-        with contextlib.suppress(Unusable):
-            self.state.apply(record)

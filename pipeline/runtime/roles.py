@@ -54,8 +54,8 @@ class Role:
 
 _METRICS = {"metrics": "status and metrics, once a second"}
 _REPORTS = {**_METRICS, "dead-letters": "records that cannot be used"}
-_DEAD_LETTERS = {"dead-letters": "records that are dead letters already"}
 _JOINS = {"run": "the run's configuration", "penstock.runs": "that the run exists"}
+_STARTS = {"dead-letters": "records that are dead letters already", **_JOINS}
 _LEASE = "the owner of the writer lease"
 _TAKES = "that this process holds the writer lease"
 _FOLLOWS = {"ledger": "steps and the end of the run", "weights": "manifests of policy versions"}
@@ -74,8 +74,7 @@ _TABLE = (
             **_FOLLOWS,
             "metrics": "free slots",
             "control-feeder": _LEASE,
-            **_DEAD_LETTERS,
-            **_JOINS,
+            **_STARTS,
         },
         writes={"prompts": "one prompt group to sample", "control-feeder": f"{_TAKES}, that all prompts are admitted", **_REPORTS},
     ),
@@ -92,8 +91,7 @@ _TABLE = (
             "replies": "the completion of a turn",
             "rollouts": "what exists already in partitions it takes over",
             **_FOLLOWS,
-            **_DEAD_LETTERS,
-            **_JOINS,
+            **_STARTS,
         },
         writes={"calls": "one turn to generate", "rollouts": "finished trajectories", **_REPORTS},
     ),
@@ -115,8 +113,7 @@ _TABLE = (
             **_FOLLOWS,
             "metrics": "earlier evaluations, if they use its engine",
             "control-rollout": "how accurate that was",
-            **_DEAD_LETTERS,
-            **_JOINS,
+            **_STARTS,
         },
         writes={
             "rollouts": "finished samples",
@@ -141,8 +138,7 @@ _TABLE = (
             **_FOLLOWS,
             "metrics": "whether rollout workers report",
             "control-scorer": _LEASE,
-            **_DEAD_LETTERS,
-            **_JOINS,
+            **_STARTS,
         },
         writes={"groups": "one group's outcome", "control-scorer": _TAKES, **_REPORTS},
     ),
@@ -163,8 +159,7 @@ _TABLE = (
             "control-evaluator": "which version is best, the request to end the run",
             "control-rollout": "the same, if evaluations use a rollout worker's engine",
             "control-trainer": _LEASE,
-            **_DEAD_LETTERS,
-            **_JOINS,
+            **_STARTS,
         },
         writes={
             "ledger": "steps, stale groups, versions, the end",
@@ -239,19 +234,8 @@ def generating_roles() -> list[str]:
 
 def as_table() -> list[dict[str, object]]:
     """The graph of roles and topics as plain data, for `penstock graph --json`."""
-    return [
-        {
-            "role": role.name,
-            "module": role.module,
-            "does": role.does,
-            "reads": dict(role.reads),
-            "writes": dict(role.writes),
-            "single": role.single,
-            "extras": list(role.extras),
-            "on_sample_path": role.on_sample_path,
-        }
-        for role in ROLES.values()
-    ]
+    names = ("module", "does", "reads", "writes", "single", "extras", "on_sample_path")
+    return [{"role": role.name, **{name: getattr(role, name) for name in names}} for role in ROLES.values()]
 
 
 def as_text() -> str:

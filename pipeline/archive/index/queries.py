@@ -54,8 +54,6 @@ class Filters:
     reward: Range | None = None
     step: Range | None = None
     version: Range | None = None
-    worker: str | None = None
-    source: str | None = None
     row: int | None = None
 
 
@@ -113,17 +111,15 @@ class GroupList:
     def matching(self, where: Filters) -> NDArray[np.bool_]:
         """[G] True for the groups for which all conditions hold."""
         mask = np.ones(len(self.table), np.bool_)
-        columns = {"group": "group", "reward": "reward_mean", "step": "step"}
-        for condition, column in (*columns.items(), ("version", "policy_version_min")):
+        columns = {"group": "group", "reward": "reward_mean", "step": "step", "version": "policy_version_min"}
+        for condition, column in columns.items():
             if (limits := getattr(where, condition)) is not None:
                 values, (low, high) = self.numbers(column), limits
                 mask &= (values >= (-np.inf if low is None else low)) & (values <= (np.inf if high is None else high))
         if where.row is not None:
             mask &= self.numbers("row") == where.row
-        for column, texts in (("status", where.statuses), ("worker", where.worker), ("source", where.source)):
-            if texts:
-                accepted = _array(pa.string(), [texts] if isinstance(texts, str) else list(texts))
-                mask &= _bools(pc.is_in(self.table[column], accepted))
+        if where.statuses:
+            mask &= _bools(pc.is_in(self.table["status"], _array(pa.string(), list(where.statuses))))
         return mask
 
     def rows(self, indices: NDArray[np.int64]) -> list[dict[str, Any]]:

@@ -1,7 +1,6 @@
 """A run's topics and their records as plain data and as text. Undecodable records are included, with the reason."""
 
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -195,10 +194,6 @@ SHOWN_TEXT = 80
 SHOWN_SAMPLE = 24
 HIDDEN = frozenset({"run", "schema", "sha256", "crc32", "part", "parts", "tokens", "sample-tokens", "samples", "no-reward", "reward-mean"})
 """Headers that are not shown in a line, because all records have the same ones or the summary of the payload includes them."""
-
-
-def as_json_line(record: Record, *, run: str) -> str:
-    return json.dumps(view(record, run=run))
 
 
 def as_line(record: Record, *, run: str, texts: "TokenTexts | None" = None) -> str:

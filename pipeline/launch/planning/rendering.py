@@ -109,15 +109,8 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 def candidate_as_json(candidate: Candidate) -> dict[str, Any]:
     """A candidate as plain data: split, schedule and measurements."""
-    return {
-        "mode": candidate.mode,
-        "generating": candidate.generating,
-        "training": candidate.training,
-        "prompts_per_step": candidate.prompts_per_step,
-        "max_lag": candidate.max_lag,
-        **candidate.outcome.as_json(),
-        "tokens_per_s": candidate.tokens_per_s,
-    }
+    choice = {name: getattr(candidate, name) for name in ("mode", "generating", "training", "prompts_per_step", "max_lag")}
+    return {**choice, **candidate.outcome.as_json(), "tokens_per_s": candidate.tokens_per_s}
 
 
 def _row(candidate: Candidate, *, base: Candidate) -> tuple[str, ...]:

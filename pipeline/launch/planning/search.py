@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from penstock.pipeline.launch.planning.engine import Outcome
@@ -85,6 +86,9 @@ class Plan:
     def speedup(self) -> float:
         """Speed-up of the best candidate over `synchronous`, each at its best split."""
         return self.best.tokens_per_s / self.synchronous.tokens_per_s
+
+
+_speed = attrgetter("tokens_per_s")
 
 
 def search(cluster: Cluster) -> Plan:
@@ -190,7 +194,3 @@ def _between(simulated: Sequence[int], best: int) -> list[int]:
     """Splits halfway between the best one and its simulated neighbours."""
     index = simulated.index(best)
     return [(best + simulated[other]) // 2 for other in (index - 1, index + 1) if 0 <= other < len(simulated)]
-
-
-def _speed(candidate: Candidate) -> float:
-    return candidate.tokens_per_s

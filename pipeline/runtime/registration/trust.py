@@ -3,7 +3,6 @@
 A name in a configuration counts as code unless it is listed as none.
 """
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -21,7 +20,6 @@ from penstock.pipeline.runtime.registration.run_registry import KEY_FILE, Regist
 from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics.catalogue import RUNS_TOPIC, control_topics_of, topic_name, topics_of
 from penstock.topics.runs import RunRecord
-from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.secrets import without_password
 
 DATA_SCHEMES = frozenset({"hf", "reasoning-gym", "tiny"})
@@ -229,9 +227,7 @@ def _record(log: Log, run: str) -> tuple[RunRecord, str]:
     if registered.own:
         return registered.record, topic_name(run, "run")
     ledger_state = LedgerState(run)
-    for record in scan(log, topic_name(run, "ledger")):
-        with contextlib.suppress(Unusable):
-            ledger_state.apply(record)
+    ledger_state.apply_usable(scan(log, topic_name(run, "ledger")))
     if ledger_state.opened is None:
         return registered.record, RUNS_TOPIC
     details = json.loads(ledger_state.opened.details or "{}")

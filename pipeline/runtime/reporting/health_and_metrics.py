@@ -107,6 +107,12 @@ class Health:
             return "200 OK", "text/plain; version=0.0.4; charset=utf-8", self._metrics()
         return "404 Not Found", "text/plain", b"there are /livez, /readyz and /metrics\n"
 
+    def respond(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        """The WSGI application of the endpoint."""
+        status, kind, body = self.response(environ["PATH_INFO"])
+        start(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
+        return [body]
+
     def hangs(self) -> str | None:
         """The reason to assume that the worker hangs; None if it does not."""
         if self.reporter is None or self.over:
@@ -169,7 +175,7 @@ def serve(health: Health, text: str | None = None, *, notify: Callable[[str], No
         return lambda: None
     host, port = address_of(address)
     try:
-        server = make_server(host, port, _application(health), server_class=_Server, handler_class=_Silent)
+        server = make_server(host, port, health.respond, server_class=_Server, handler_class=_Silent)
     except OSError as error:
         raise ConfigError(f"--health {address}: {error.strerror or error}; choose another port") from error
     threading.Thread(target=server.serve_forever, daemon=True, name="health").start()
@@ -180,17 +186,6 @@ def serve(health: Health, text: str | None = None, *, notify: Callable[[str], No
         server.server_close()
 
     return close
-
-
-def _application(health: Health) -> Callable[..., Iterable[bytes]]:
-    """The WSGI application of the endpoint."""
-
-    def respond(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        status, kind, body = health.response(environ["PATH_INFO"])
-        start(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
-        return [body]
-
-    return respond
 
 
 def _response(problem: str | None) -> Response:

@@ -47,7 +47,7 @@ def _read_ledger(log: Log, at: Partition, state: LedgerState) -> int:
         records = list(between(log, at, end - NEAR, end, fetch_bytes=FETCH_BYTES))
         if (first := _first_of_longest(records, lambda record: ledger.read(record, run=state.run)[1].seq)) is not None:
             state.last_seq = first[1] - 1
-            _apply(state, records[first[0] :])
+            state.apply_usable(records[first[0] :])
             return end
     return start
 
@@ -59,7 +59,7 @@ def _read_manifests(log: Log, at: Partition, state: LedgerState) -> int:
     """
     start, end = log.beginning_offsets([at])[at], log.end_offsets([at])[at]
     span, ledger_state = NEAR, LedgerState(state.run)
-    _apply(ledger_state, list(between(log, at, start, min(end, start + FIRST), fetch_bytes=FETCH_BYTES)))
+    ledger_state.apply_usable(list(between(log, at, start, min(end, start + FIRST), fetch_bytes=FETCH_BYTES)))
     origin = ledger_state.manifests.get(0)
     while origin is not None and end - start > 2 * span:
         records = list(between(log, at, end - span, end, fetch_bytes=FETCH_BYTES))
@@ -68,7 +68,7 @@ def _read_manifests(log: Log, at: Partition, state: LedgerState) -> int:
         ledger_state.add(origin)
         if first is not None:
             ledger_state.newest_version = first[1] - 1
-            _apply(ledger_state, records[first[0] :])
+            ledger_state.apply_usable(records[first[0] :])
             if _is_whole(ledger_state):
                 for _, manifest in sorted(ledger_state.manifests.items()):
                     state.add(manifest)
@@ -102,12 +102,6 @@ def _first_of_longest(records: list[Record], number_of: Callable[[Record], int])
     for _, number in reversed(numbers):
         lengths[number] = max(lengths.get(number, 0), 1 + lengths.get(number + 1, 0))
     return max(numbers, key=lambda pair: (lengths[pair[1]], -pair[0]), default=None)
-
-
-def _apply(state: LedgerState, records: list[Record]) -> None:
-    for record in records:
-        with suppress(Unusable):
-            state.apply(record)
 
 
 RETRY_S = 10.0

@@ -190,8 +190,6 @@ def test_pages_of_any_order_hold_each_group_once(listed: GroupList, order: str) 
     [
         (Filters(statuses=("trained",), reward=(0.2, 0.6)), lambda row: row["status"] == "trained" and 0.2 <= row["reward_mean"] <= 0.6),
         (Filters(step=(3, None)), lambda row: row["step"] is not None and row["step"] >= 3),
-        (Filters(worker="scorer-0"), lambda row: row["worker"] == "scorer-0"),
-        (Filters(worker="no such worker"), lambda row: row is None),
         (Filters(row=3), lambda row: row["row"] == 3),
     ],
 )

@@ -138,7 +138,7 @@ def test_a_record_nobody_can_decode_is_shown_with_the_reason(topic: str, value: 
     assert found["key"] == "0xff"
     assert "unusable: foreign-run" in browse.as_page(found)
     assert "UNUSABLE" in browse.as_line(record, run=RUN)
-    json.loads(browse.as_json_line(record, run=RUN))
+    json.loads(json.dumps(browse.view(record, run=RUN)))
 
 
 def test_long_lists_are_cut_short_on_a_page_and_whole_in_json(log: Log) -> None:
