@@ -2,13 +2,16 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, StrictUndefined
 
 from penstock.infra.errors import ConfigError
 from penstock.topics.wire.visible import visible
 
+TEMPLATE = Path(__file__).with_name("card.md.jinja")
 Predicate = Mapping[str, Any]
 SHOWN = 300
 """Largest number of characters in a cell of a table."""
@@ -55,7 +58,7 @@ def card(facts: Predicate) -> str:
             ],
         },
     )
-    return f"---\n{data.to_yaml(line_break=chr(10))}\n---\n\n{MARK}\n\n" + "\n".join(_body(facts))
+    return f"---\n{data.to_yaml(line_break=chr(10))}\n---\n\n{MARK}\n\n" + _body(facts)
 
 
 def licence_of(directory: Path) -> str | None:
@@ -92,60 +95,28 @@ def evaluation_results(facts: Predicate) -> Iterable[dict[str, Any]]:
         }
 
 
-def _body(facts: Predicate) -> Iterable[str]:
-    ledger, prompts, base = facts["ledger"], facts["prompts"], facts["base"]
-    yield f"# Model of run {code(facts['run'])}"
-    yield "\nA language model post-trained by reinforcement learning with Penstock. The run's log records each step; `provenance.json` has"
-    yield "the digests with which these files and the log can be compared.\n"
-    summary = {
-        "status": facts["status"], "optimizer steps": facts["steps"], "samples": facts["samples"], "completion tokens": facts["tokens"],
-        "trained groups": facts["groups"]["trained"], "weights": facts["weights"], "policy versions": len(facts["versions"]),
-        "head of the ledger": f"{ledger['head']} ({ledger['entries']} entries)",
-    }  # fmt: skip
-    if facts["parent"]:
-        summary["parent run"] = json.dumps(facts["parent"])
-    yield from _table(("", ""), summary.items())
-    yield "## Base model\n"
-    digests = {f"digest of the {name}": base.get(name) for name in ("weights", "tokenizer", "template")}
-    yield from _table(
-        ("", ""),
-        {"model": base["name"], "revision": base["revision"], "licence": facts["licences"]["model"] or "unknown", **digests}.items(),
+def _body(facts: Predicate) -> str:
+    environment = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
+    environment.filters |= {"cell": _cell, "code": code, "evaluation": _evaluation, "json": json.dumps}
+    columns, changes = ("name", "source", "context", "rows", "digest"), ("what", "before", "after")
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        facts,
+        data_rows=[
+            [*(each.get(key) or "unknown" for key in columns), licence or "unknown"]
+            for each, licence in zip(facts["data"], facts["licences"]["data"], strict=True)
+        ],
+        change_rows=[[change.get(key) for key in changes] for change in facts["changed"]],
+        counts=list(_counts(facts)),
     )
-    yield "## Data\n"
-    columns, rows = ("name", "source", "context", "rows", "digest"), zip(facts["data"], facts["licences"]["data"], strict=True)
-    yield from _table(
-        (*columns, "licence"), ([*(each.get(key) or "unknown" for key in columns), licence or "unknown"] for each, licence in rows)
-    )
-    yield "## Reward functions and code\n"
-    yield from _table(("function", "SHA-256 of its source"), [*facts["rewards"].items(), *facts["code"].items()])
-    if facts["changed"]:
-        yield "Changed while the run was stopped:\n"
-        keys = ("what", "before", "after")
-        yield from _table(keys, ([change.get(key) for key in keys] for change in facts["changed"]))
-    yield "## Algorithm and effective settings\n"
-    yield f"```json\n{json.dumps(facts['settings'], indent=2)}\n```\n"
-    yield "## Evaluations\n"
-    yield "Share of held-out prompts solved, with 95 % intervals. The ledger commits to an evaluation that it lists.\n"
-    yield from _table(("version", "prompts", "greedy", "sampled", "SHA-256", "in the ledger"), map(_evaluation, facts["evaluations"]))
-    yield "## Groups, and why some were not trained\n"
-    counts = [(status, facts["groups"][status], cause) for status, cause in DROPS.items() if facts["groups"].get(status)]
-    counts += [(f"filtered, {name}", count, "") for name, count in facts["groups"]["filtered_by"].items() if count]
-    counts += [(f"dead letters, {kind}", count, "records that could not be used") for kind, count in facts["dead_letters"].items()]
-    if count := facts["groups"]["samples_without_reward"]:
-        counts.append(("samples without a reward", count, "no function applied, or one broke"))
-    yield from _table(("status", "number", "cause"), counts)
-    yield from (f"- deleted from the log: {code(gone)}" for gone in facts["deleted"])
-    yield "## Hardware\n"
-    yield from _table(("", ""), {**(facts["fingerprint"] or {}), "workers": json.dumps(facts["workers"])}.items())
-    yield "## Verification\n"
-    audit = facts["audit"]
-    yield f"Of the log: {code(audit['summary'])}\n"
-    yield from (f"- {code(note)}" for note in audit["notes"])
-    yield f"\n```\npenstock verify .\npenstock verify . --log {facts['run']}\n```\n"
-    if prompts:
-        yield f"The trained prompts have the salted root {code(prompts['root'])} ({prompts['leaves']} groups): the run's owner can prove"
-        yield "that one of them was trained without the others.\n"
-    yield "Not proved: that rewards and data are good, and that the log was honest before its head was published.\n"
+
+
+def _counts(facts: Predicate) -> Iterator[tuple[str, int, str]]:
+    groups = facts["groups"]
+    yield from ((status, groups[status], cause) for status, cause in DROPS.items() if groups.get(status))
+    yield from ((f"filtered, {name}", count, "") for name, count in groups["filtered_by"].items() if count)
+    yield from ((f"dead letters, {kind}", count, "records that could not be used") for kind, count in facts["dead_letters"].items())
+    if count := groups["samples_without_reward"]:
+        yield "samples without a reward", count, "no function applied, or one broke"
 
 
 def _evaluation(measured: Mapping[str, Any]) -> list[Any]:
@@ -158,11 +129,6 @@ def _evaluation(measured: Mapping[str, Any]) -> list[Any]:
     ]
     listed = "yes" if measured["in_ledger"] else "no"
     return [measured["version"], measured.get("n"), *intervals, measured["sha256"], listed]
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterable[str]:
-    lines = ["| " + " | ".join(map(_cell, row)) + " |" for row in rows]
-    yield from [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads), *lines, ""] if lines else ["None.", ""]
 
 
 def _cell(value: Any) -> str:
