@@ -20,13 +20,12 @@ from penstock.pipeline.archive.backup import add_files
 from penstock.pipeline.archive.files import FILE_BYTES, Archive, Note, PartitionFile
 from penstock.pipeline.archive.layout import KINDS, Kind, kind_of
 from penstock.pipeline.archive.rows import read_tables
-from penstock.pipeline.inspect.report.summary import Progress
 from penstock.pipeline.runtime.registration.run_registry import registration
+from penstock.pipeline.runtime.reporting.log_lines import Progress
 from penstock.topics import ledger
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS
 from penstock.topics.wire.errors import Unusable
 
-PROGRESS_EVERY_S = 3.0
 AHEAD = 8
 """Largest number of row blocks waiting for the writer thread, so that reading continues while a row group is written."""
 LEAST_PAUSE_S, MOST_PAUSE_S = 5.0, 600.0
@@ -154,7 +153,7 @@ class Work:
     def __init__(self, archive: Archive, reader: BulkReader, done: Exported, notify: Callable[[str], None]) -> None:
         self.archive, self.done = archive, done
         self._reader = reader
-        self._progress = Progress(notify, every_s=PROGRESS_EVERY_S)
+        self._progress = Progress(notify)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="archive-writer")
         self._tasks: deque[Future[None]] = deque()
 

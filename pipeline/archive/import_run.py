@@ -17,11 +17,9 @@ from penstock.pipeline.archive.files import Archive, Note
 from penstock.pipeline.archive.layout import KINDS
 from penstock.pipeline.archive.relocation import Relocation
 from penstock.pipeline.config.load import ConfigError, from_json
-from penstock.pipeline.inspect.report.summary import Progress
 from penstock.pipeline.runtime.registration.run_registry import find, usable, write, write_status
+from penstock.pipeline.runtime.reporting.log_lines import Progress
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TOPICS, topics_of
-
-PROGRESS_EVERY_S = 3.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +57,7 @@ def import_run(log: KafkaLog, archive: Archive, *, becomes: str | None = None, n
 def _write_records(log: KafkaLog, archived: ArchivedLog, relocation: Relocation, imported: Imported, notify: Callable[[str], None]) -> None:
     """Write all archived records and count them in `imported`. Raises `ValueError` for rows that are not valid records, and `LogError`."""
     archive, note, run = archived.archive, complete(archived.archive), imported.run
-    writer, progress, ends = BulkWriter(log.connection), Progress(notify, every_s=PROGRESS_EVERY_S), dict[Partition, int]()
+    writer, progress, ends = BulkWriter(log.connection), Progress(notify), dict[Partition, int]()
     for kind in reversed(list(KINDS.values())):  # referenced records first
         for partition in [number for table, _, number in archive.tables(note) if table is kind and kind.topic != RUNS_TOPIC]:
             count = 0

@@ -117,8 +117,9 @@ def report(
     json: Json = False,
 ) -> None:
     """Report on a run: reward, evaluation, groups, staleness, time, what to try next; --full prints all figures, --html writes a page."""
-    from penstock.pipeline.inspect.report.summary import Progress, stored_report
+    from penstock.pipeline.inspect.report.summary import stored_report
     from penstock.pipeline.inspect.report.text import as_text, render
+    from penstock.pipeline.runtime.reporting.log_lines import Progress
 
     if html is not None or tokens is not None:
         _page(run, html, tokens, trust_code=trust_code, bootstrap=bootstrap, security=security, json=json)
@@ -145,8 +146,8 @@ def _page(
 ) -> None:
     """Write the HTML page of `penstock report --html`, with `tokens` shown one by one. Raises `ConfigError` for a wrong path."""
     from penstock.infra.errors import ConfigError
-    from penstock.pipeline.inspect.report.summary import Progress
     from penstock.pipeline.inspect.web.build import Limits, build, write
+    from penstock.pipeline.runtime.reporting.log_lines import Progress
 
     if html is None:
         raise ConfigError("--tokens needs --html PATH")

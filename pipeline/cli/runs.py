@@ -178,8 +178,8 @@ def card(
     from penstock.pipeline.inspect.audit.chunk_digests import TopicDigests
     from penstock.pipeline.inspect.report import card as text
     from penstock.pipeline.inspect.report import provenance
-    from penstock.pipeline.inspect.report.summary import Progress
     from penstock.pipeline.inspect.run_status import config_of, info_of
+    from penstock.pipeline.runtime.reporting.log_lines import Progress
 
     pairs = [each.rpartition("=") for each in data_licence or ()]
     if wrong := next((last for source, _, last in pairs if not source), None):

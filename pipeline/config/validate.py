@@ -195,12 +195,11 @@ def _rewards(config: Config) -> Iterator[str]:
     advantage = config.algorithm.advantage or ""
     if config.schedule.samples_per_prompt == 1 and ":" not in advantage and advantage != "reward":
         yield "schedule.samples_per_prompt: 1 leaves every group advantage at zero; use at least 2, or a custom algorithm.advantage"
-    weights, functions = config.reward.weights, config.reward.functions
-    if weights is not None and len(weights) != len(functions):
-        yield f"reward.weights: {len(weights)} weights for {len(functions)} reward.functions; set one weight per function"
-    for section, name in (*(("reward", name) for name in functions), *(("eval", name) for name in config.eval.functions or ())):
-        if is_address(name) and "@" in urlsplit(name).netloc:
-            host = urlsplit(name).hostname
+    for section, reward in (("reward", config.reward), ("eval", config.eval)):
+        weights, functions = reward.weights, reward.functions or ()
+        if weights is not None and len(weights) != len(functions):
+            yield f"{section}.weights: {len(weights)} weights for {len(functions)} {section}.functions; set one weight per function"
+        for host in (urlsplit(name).hostname for name in functions if is_address(name) and "@" in urlsplit(name).netloc):
             yield f"{section}.functions: the address of {host} contains a password, and would be logged; set PENSTOCK_REWARD_TOKEN instead"
 
 
@@ -226,9 +225,6 @@ def _tracking_uri(config: Config) -> Iterator[str]:
 
 def _eval(config: Config) -> Iterator[str]:
     """Yield a line for each mistake about evaluation, and about the state that a forked run starts from."""
-    weights, functions = config.eval.weights, config.eval.functions
-    if weights is not None and len(weights) != len(functions or ()):
-        yield f"eval.weights: {len(weights)} weights for {len(functions or ())} eval.functions; set one weight per function"
     names = [source_name(source) for source in config.eval_sources]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         yield f"eval.source: two sources have the same name {repeated!r} in the measurements; rename one"

@@ -7,7 +7,7 @@ import shutil
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -113,7 +113,7 @@ def examine(*, bootstrap: str = "embedded", config: Config | None = None, import
         yield from _limits()
         yield _embedded()
     else:
-        yield (broker := _broker(bootstrap))
+        yield (broker := _reachable("broker", bootstrap, "check the address, or use --bootstrap embedded"))
         if broker.level == "ok":
             yield from _durability(bootstrap)
 
@@ -322,11 +322,7 @@ def _embedded() -> Finding:
         return Finding("embedded broker", "fail", str(error), "set PENSTOCK_HOME to your own directory")
     if not status.running:
         return Finding("embedded broker", "ok", "not running; `penstock run` starts it")
-    return _reachable("embedded broker", status.bootstrap, lambda: f"the broker runs but does not respond: see {status.log_file}")
-
-
-def _broker(bootstrap: str) -> Finding:
-    return _reachable("broker", bootstrap, lambda: "check the address, or use --bootstrap embedded")
+    return _reachable("embedded broker", status.bootstrap, f"the broker runs but does not respond: see {status.log_file}")
 
 
 def _durability(bootstrap: str) -> Iterator[Finding]:
@@ -343,8 +339,8 @@ def _durability(bootstrap: str) -> Iterator[Finding]:
         yield Finding("durability", "ok", "no broker setting allows acknowledged records to be lost with one broker")
 
 
-def _reachable(name: str, bootstrap: str, do: Callable[[], str]) -> Finding:
-    """Check that one of the addresses accepts connections; `do` returns the fix otherwise."""
+def _reachable(name: str, bootstrap: str, do: str) -> Finding:
+    """Check that one of the addresses accepts connections; `do` is the fix otherwise."""
     for address in bootstrap.split(","):
         host, _, port = address.strip().rpartition(":")
         try:
@@ -352,4 +348,4 @@ def _reachable(name: str, bootstrap: str, do: Callable[[], str]) -> Finding:
         except (OSError, ValueError):
             continue
         return Finding(name, "ok", f"responds at {address.strip()}")
-    return Finding(name, "fail", f"no response at {bootstrap}", do())
+    return Finding(name, "fail", f"no response at {bootstrap}", do)

@@ -19,7 +19,7 @@ from penstock.infra.log import Log
 from penstock.infra.paths import run_directory, state_directory
 from penstock.pipeline.config.load import Config, from_json, to_json
 from penstock.pipeline.config.resume import changed
-from penstock.pipeline.inspect.report.summary import REPORTS, Progress, collect, remove_reports
+from penstock.pipeline.inspect.report.summary import REPORTS, collect, remove_reports
 from penstock.pipeline.inspect.run_status import closing, status_of, steps_planned
 from penstock.pipeline.launch.broker_keeper import BrokerKeeper, connect
 from penstock.pipeline.launch.check.changes import with_changes
@@ -34,7 +34,7 @@ from penstock.pipeline.launch.supervisor import Failure, Supervisor
 from penstock.pipeline.runtime.leases import SILENT_S, WriterLease
 from penstock.pipeline.runtime.registration.run_registry import find, make_key, registration, set_status, write
 from penstock.pipeline.runtime.registration.trust import Trust, require_trusted
-from penstock.pipeline.runtime.reporting.log_lines import exact_output, print_json
+from penstock.pipeline.runtime.reporting.log_lines import Progress, exact_output, print_json
 from penstock.topics.catalogue import control_topics_of
 from penstock.topics.runs import RunRecord, Status
 

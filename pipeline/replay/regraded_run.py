@@ -14,7 +14,6 @@ from penstock.infra.checkpoints import State
 from penstock.infra.errors import PenstockError
 from penstock.infra.paths import run_directory
 from penstock.pipeline.config.load import ConfigError, with_values
-from penstock.pipeline.inspect.report.summary import Progress
 from penstock.pipeline.launch.create import check_inputs, new_id
 from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
 from penstock.pipeline.learner.train_step import Objective, Step, StepOutcome
@@ -22,9 +21,10 @@ from penstock.pipeline.replay.fork import origin_of
 from penstock.pipeline.replay.recording import Recording, spans, with_model
 from penstock.pipeline.replay.regrade import Past, PlannedStep, Regraded
 from penstock.pipeline.replay.rescored_groups import NewRun, read_prompts
-from penstock.pipeline.replay.restore_policy import PROGRESS_S, advance_to, open_policy
+from penstock.pipeline.replay.restore_policy import advance_to, open_policy
 from penstock.pipeline.rewards.scoring import group_of
 from penstock.pipeline.runtime.factories import open_store
+from penstock.pipeline.runtime.reporting.log_lines import Progress
 from penstock.pipeline.runtime.weights.publish import deletable
 from penstock.pipeline.scheduling import rules
 from penstock.topics.ledger import Entry, EntryKind, Planned
@@ -144,7 +144,7 @@ class _Branch:
 
     def _train(self, notify: Notify) -> None:
         """Train the regraded steps up to the first whose effective sample size is below the floor, and commit each."""
-        config, policy, progress = self.regraded.config, self.policy, Progress(notify, every_s=PROGRESS_S)
+        config, policy, progress = self.regraded.config, self.policy, Progress(notify)
         policy.objective = Objective.of(config, total_steps=config.trainer.initial_steps + policy.steps)
         for step in self.regraded.steps:
             training, started = policy.step(), time.time()

@@ -12,14 +12,12 @@ from pathlib import Path
 from penstock.infra.errors import BackendError, CheckpointError, PenstockError, Unrecoverable
 from penstock.infra.tensors.stream import TensorBytes, hash_of
 from penstock.pipeline.config.load import Config
-from penstock.pipeline.inspect.report.summary import Progress
 from penstock.pipeline.learner.ledger_history import read_planned
 from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer, arithmetic_of, changed_arithmetic, repeat
 from penstock.pipeline.replay.recording import Recording, require_retained, with_model
 from penstock.pipeline.runtime.factories import open_store
+from penstock.pipeline.runtime.reporting.log_lines import Progress
 from penstock.pipeline.runtime.weights.read import fetch
-
-PROGRESS_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +64,7 @@ def advance_to(policy: PolicyTrainer, recording: Recording, step: int, *, notify
 
 def recompute(policy: PolicyTrainer, recording: Recording, step: int, *, notify: Notify) -> None:
     """Recompute the steps from `policy.steps_done` to before `step`. Raises `Unrecoverable` if one differs, `PenstockError`."""
-    progress = Progress(notify, every_s=PROGRESS_S)
+    progress = Progress(notify)
     require_retained(recording, recording.steps[policy.steps_done : step])
     for entry in recording.steps[policy.steps_done : step]:
         apply_rebase(policy, recording, notify=notify)

@@ -15,7 +15,8 @@ from penstock.pipeline.algorithms.advantages import zero_variance
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.learner.policy_trainer import Notify
 from penstock.pipeline.replay.recording import POLL_S, PlanMember, PlannedGroups, Recording
-from penstock.pipeline.replay.restore_policy import PROGRESS_S, StartPoint
+from penstock.pipeline.replay.restore_policy import StartPoint
+from penstock.pipeline.runtime.reporting.log_lines import PROGRESS_EVERY_S
 from penstock.pipeline.runtime.topic_reader import RunReader, deleted
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
 from penstock.topics import groups
@@ -207,7 +208,7 @@ def replay_steps(
     try:
         for step in steps:
             yield step
-            if time.monotonic() - shown > PROGRESS_S:
+            if time.monotonic() - shown > PROGRESS_EVERY_S:
                 shown = time.monotonic()
                 progress()
     finally:

@@ -43,6 +43,8 @@ TOPICS = ("dead-letters", "ledger", "groups", "prompts")
 _PAYLOAD = ("epoch", "row", "prompt", "prompt_ids", "columns", "min_version", "samples_per_prompt", "admitted")
 """Columns that are copied from the payload of a prompt or of an outcome."""
 _WRITTEN = {"admitted": "created_ns"}
+_STATED = ("group", "outcome", "reward_mean", "policy_version_min", "policy_version_max", "tokens", "worker", "sha256")
+"""Columns that are copied from the headers of an outcome."""
 
 Row = dict[str, Any]
 """Column -> value; for columns in `_PAYLOAD` an Arrow array of one element."""
@@ -207,12 +209,9 @@ def steps_table(entries: Sequence[Entry]) -> pa.Table:
     """Convert step entries to a table with the columns `STEPS` and one column per metric."""
     names = sorted({name for entry in entries for name in entry.metrics} - set(STEPS.names))
     columns: dict[str, list[Any]] = {
-        "step": [entry.step for entry in entries],
-        "version": [entry.version for entry in entries],
+        **{name: [getattr(entry, name) for entry in entries] for name in ("step", "version", "boundaries", "digest")},
         "committed": [entry.time_ns for entry in entries],
         "groups": [[planned.group for planned in entry.plan] for entry in entries],
-        "boundaries": [entry.boundaries for entry in entries],
-        "digest": [entry.digest for entry in entries],
     }
     columns |= {name: [None if math.isnan(value := entry.metrics.get(name, math.nan)) else value for entry in entries] for name in names}
     fields = pa.schema([*STEPS, *((name, pa.float64()) for name in names)])
@@ -234,16 +233,9 @@ def _payload(batch: pa.RecordBatch, names: Mapping[str, str]) -> Row:
 def _facts(headers: Headers, record: Record) -> Row:
     """Return the columns of an outcome that follow from its headers and its offset."""
     return {
-        "group": headers.group,
-        "outcome": headers.outcome,
+        **{name: getattr(headers, name) for name in _STATED},
         "samples": headers.samples or 0,
         "no_reward": headers.no_reward or 0,
-        "reward_mean": headers.reward_mean,
-        "policy_version_min": headers.policy_version_min,
-        "policy_version_max": headers.policy_version_max,
-        "tokens": headers.tokens,
-        "worker": headers.worker,
-        "sha256": headers.sha256,
         "partition": record.partition,
         "offset": record.offset,
         "at": ("groups", record.partition, record.offset),

@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -370,20 +369,3 @@ def remove_reports(directory: Path) -> None:
     """Remove the reports that an earlier end of the run has left, so that an outdated report cannot remain."""
     for name in REPORTS:
         (directory / name).unlink(missing_ok=True)
-
-
-LINE_EVERY_S = 5.0
-
-
-class Progress:
-    """Callable for each record that sends a progress line every few seconds; by default the elapsed time."""
-
-    def __init__(self, notify: Callable[[str], None], *, every_s: float = LINE_EVERY_S) -> None:
-        self._notify, self._every_s = notify, every_s
-        self._started = self._line_at = time.monotonic()
-
-    def __call__(self, text: str | None = None) -> None:
-        now = time.monotonic()
-        if now - self._line_at >= self._every_s:
-            self._line_at = now
-            self._notify(text or f"reading the log for {now - self._started:.0f} s")

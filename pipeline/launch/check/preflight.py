@@ -103,7 +103,9 @@ def check(config: Config, *, tell: Tell, samples: bool, here: bool = True, notif
         raise PenstockError(
             f"every reward function returned None for all {len(generated)} sampled completions: there is nothing to train on"
         )
-    if problem := equal_and_low(sampled, scale_of(config, [*sampled, *earned])):
+    scale = RewardScale.of(config.reward.functions, config.reward.weights, by_source=config.data.rewards)
+    scale.see([*sampled, *earned])
+    if problem := equal_and_low(sampled, scale):
         note("warning", problem)
     return Checked(lines, info, generated)
 
@@ -185,13 +187,6 @@ def swapped(rows: Sequence[Row], references: Sequence[str]) -> list[tuple[int, i
     numbers = [number for number, row in enumerate(rows) if row.columns.get("answer") is not None]
     pairs = [(numbers[0], number) for number in numbers[1:] if references[number] != references[numbers[0]]] if numbers else []
     return [pairs[0], pairs[0][::-1]] if pairs else []
-
-
-def scale_of(config: Config, rewards: Sequence[float]) -> RewardScale:
-    """The range of rewards of a configuration, extended to include `rewards`."""
-    scale = RewardScale.of(config.reward.functions, config.reward.weights, by_source=config.data.rewards)
-    scale.see(rewards)
-    return scale
 
 
 def refuse_reversed(rows: Sequence[Row], right: Sequence[float | None], wrong: Sequence[float | None]) -> None:

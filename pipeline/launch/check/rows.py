@@ -1,7 +1,6 @@
 """Reads every row of a run's data before the run exists: prompts, pools, and the columns that each reward function needs."""
 
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.pipeline.config.load import Config
@@ -12,6 +11,7 @@ from penstock.pipeline.data.run_data import Data, pool_of
 from penstock.pipeline.data.tokenization import Renderer
 from penstock.pipeline.rewards import functions as rewards
 from penstock.pipeline.rewards.values import RewardError
+from penstock.pipeline.runtime.reporting.log_lines import Progress
 
 OPENING_TAG = re.compile(r"(<(?!assistant|model|bot|s>)[a-z_]+>)\s*\Z")
 """A tag such as `<think>` that a chat template or a prompt opens for the policy; names of roles are none."""
@@ -22,7 +22,6 @@ SPREAD = 32
 """Rows at equal distances in the data that they are tried on."""
 MOST_KINDS = 8
 """Further rows that they are tried on: each the first of its kind."""
-PROGRESS_EVERY_S = 10.0
 SHOWN_ROWS = 3
 
 
@@ -40,7 +39,7 @@ class RowReader:
         """Further training rows to try them on, at equal distances in the data."""
         self._seen: set[object] = set()
         self._noted: set[str] = set()
-        self._further, self._read, self._total, self._due_s = 0, 0, 0, time.monotonic() + PROGRESS_EVERY_S
+        self._further, self._read, self._total, self._progress = 0, 0, 0, Progress(notify)
 
     def read(self, data: Data) -> None:
         """Read the training rows. Raises `DataError` that names the first unusable rows."""
@@ -82,9 +81,7 @@ class RowReader:
         for name in (*scoring.facts_named_by(row.columns), *replaced):
             self._note(name, f"{row.origin}: the run has a value of its own for {name!r}: functions find the column in {OWN}[i][{name!r}]")
         self._read += 1
-        if time.monotonic() > self._due_s:
-            self._due_s = time.monotonic() + PROGRESS_EVERY_S
-            self._notify(f"checked {self._read:,} of {self._total:,} rows")
+        self._progress(f"checked {self._read:,} of {self._total:,} rows")
 
     def replaced_warning(self) -> str | None:
         """One line with the number of lone surrogates that were replaced, and the first rows with some; None if there are none."""

@@ -1,7 +1,7 @@
 """Lines of a worker's log: time, level, run, worker and text of one event, as text or as a JSON object; control characters made visible.
 
 A Kafka client whose broker is unreachable repeats its warnings several times a second: of those that differ only in numbers, one is
-printed per `EVERY_S`, with the count of the others.
+printed per `EVERY_S`, with the count of the others. `Progress` prints lines of a command that reads for long.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from penstock.topics.wire.visible import visible
 
 LOG_JSON = "PENSTOCK_LOG_JSON"
 """Environment variable that makes lines JSON; `--log-json` sets it."""
+PROGRESS_EVERY_S = 5.0
 
 
 def log_line(text: str, *, run: str, worker: str, level: str = "info", time_s: float | None = None, as_json: bool = False) -> str:
@@ -30,6 +31,20 @@ def log_line(text: str, *, run: str, worker: str, level: str = "info", time_s: f
         stamp = datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         return json.dumps({"time": stamp, "level": level, "run": run, "worker": worker, "text": text})
     return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))} {level.upper()} {run} {worker}: {visible(text, one_line=True)}"
+
+
+class Progress:
+    """Callable for each record that sends a progress line every `PROGRESS_EVERY_S`; by default the elapsed time."""
+
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify, self._started = notify, time.monotonic()
+        self._line_at = self._started
+
+    def __call__(self, text: str | None = None) -> None:
+        now = time.monotonic()
+        if now - self._line_at >= PROGRESS_EVERY_S:
+            self._line_at = now
+            self._notify(text or f"reading the log for {now - self._started:.0f} s")
 
 
 def counted(number: int, noun: str) -> str:

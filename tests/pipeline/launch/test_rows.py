@@ -18,6 +18,7 @@ from penstock.pipeline.data.run_data import open_data, open_eval_data
 from penstock.pipeline.data.tokenization import Renderer, digests
 from penstock.pipeline.launch.check import rows
 from penstock.pipeline.launch.check.rows import RowReader, endless_warning
+from penstock.pipeline.runtime.reporting import log_lines
 from tests.support.light_model import light_model
 
 GRADED = "def graded(completions, answer, level):\n    return [1.0] * len(completions)\n"
@@ -158,7 +159,7 @@ def test_a_mixture_accepts_the_column_data_source_and_keeps_its_own_name_for_the
 
 
 def test_long_data_are_read_with_their_progress(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "PROGRESS_EVERY_S", -1.0)
+    monkeypatch.setattr(log_lines, "PROGRESS_EVERY_S", 0.0)
     assert read([GOOD] * 3)[1] == [f"checked {number} of 3 rows" for number in (1, 2, 3)]
 
 
