@@ -98,13 +98,45 @@ class Config(Section):
 
     @property
     def proximal(self) -> str:
-        """Proximal policy, the denominator of the ratio: behaviour, snapshot or current."""
-        return _proximal_of(self.algorithm, self.rules, rounded=self.rounded)
+        """Proximal policy, the denominator of the ratio (behaviour, snapshot, current): that configured, or one that suits the rest.
+
+        `current` (at S > 1 `snapshot`) with a correction, which weights its difference from the behaviour policy, and for GSPO, whose clip
+        range is narrower than the engine's rounding errors. CISPO's ratio is such a weight itself, so it uses the behaviour policy.
+        """
+        algorithm, rules = self.algorithm, self.rules
+        if algorithm.proximal is not None:
+            return algorithm.proximal
+        if algorithm.defaults == 1:
+            return self._proximal_1
+        apart = "current" if rules.steps_per_version == 1 else "snapshot"
+        differs = rules.max_lag > 0 or self.rounded
+        if algorithm.loss == "cispo" and algorithm.correction in (None, "none"):
+            return "behaviour"
+        if algorithm.correction != "none" and (differs or algorithm.correction is not None):
+            return apart
+        return apart if algorithm.loss == "gspo" or (rules.max_lag == 0 and apart == "current") else "behaviour"
+
+    @property
+    def _proximal_1(self) -> str:
+        """The proximal policy in version 1 of the defaults: the behaviour policy, also with a lag."""
+        algorithm, lag = self.algorithm, self.rules.max_lag
+        corrected = algorithm.correction not in (None, "none") or (algorithm.loss == "gspo" and lag > 0)
+        if self.schedule.steps_per_version == 1:
+            return "current" if corrected or lag == 0 else "behaviour"
+        return "snapshot" if corrected else "behaviour"
 
     @property
     def correction(self) -> str:
-        """Correction that bounds the importance weight proximal / behaviour; "none" for none."""
-        return _correction_of(self.algorithm, self.rules, rounded=self.rounded)
+        """Correction that bounds the importance weight proximal / behaviour: that configured, or truncation if no ratio corrects for it."""
+        algorithm = self.algorithm
+        if algorithm.correction is not None:
+            return algorithm.correction
+        differs = self.rules.max_lag > 0 or (self.rounded and algorithm.defaults > 1)
+        if not differs or self.proximal == "behaviour":
+            return "none"
+        if algorithm.loss == "gspo":
+            return "sequence_tis" if algorithm.defaults == 1 else "geometric_tis"
+        return "tis"
 
     @property
     def rounded(self) -> bool:
@@ -257,43 +289,3 @@ class Config(Section):
     def prompts(self, rows: int) -> int | None:
         """Number of prompts from a data set of `rows` rows, without retried ones; None if `run.steps` is set."""
         return None if self.run.epochs is None else max(int(self.run.epochs * rows), self.schedule.prompts_per_step)
-
-
-def _proximal_of(algorithm: AlgorithmSection, rules: Schedule, *, rounded: bool) -> str:
-    """The proximal policy: the configured one, or one that suits schedule, loss and correction.
-
-    `current` (at S > 1 `snapshot`) with a correction, which weights its difference from the behaviour policy, and for GSPO, whose clip
-    range is narrower than the engine's rounding errors. CISPO's ratio is such a weight itself, so it uses the behaviour policy.
-    `rounded`: engine or trainer computes in bfloat16, so that their logprobs differ at equal weights.
-    """
-    if algorithm.proximal is not None:
-        return algorithm.proximal
-    if algorithm.defaults == 1:
-        return _proximal_1(algorithm, rules)
-    apart = "current" if rules.steps_per_version == 1 else "snapshot"
-    differs = rules.max_lag > 0 or rounded
-    if algorithm.loss == "cispo" and algorithm.correction in (None, "none"):
-        return "behaviour"
-    if algorithm.correction != "none" and (differs or algorithm.correction is not None):
-        return apart
-    return apart if algorithm.loss == "gspo" or (rules.max_lag == 0 and apart == "current") else "behaviour"
-
-
-def _correction_of(algorithm: AlgorithmSection, rules: Schedule, *, rounded: bool) -> str:
-    """The correction of importance weights: the configured one, or truncation if policies differ and no ratio corrects for it."""
-    if algorithm.correction is not None:
-        return algorithm.correction
-    differs = rules.max_lag > 0 or (rounded and algorithm.defaults > 1)
-    if not differs or _proximal_of(algorithm, rules, rounded=rounded) == "behaviour":
-        return "none"
-    if algorithm.loss == "gspo":
-        return "sequence_tis" if algorithm.defaults == 1 else "geometric_tis"
-    return "tis"
-
-
-def _proximal_1(algorithm: AlgorithmSection, rules: Schedule) -> str:
-    """The proximal policy in version 1 of the defaults: the behaviour policy, also with a lag."""
-    corrected = algorithm.correction not in (None, "none") or (algorithm.loss == "gspo" and rules.max_lag > 0)
-    if rules.steps_per_version == 1:
-        return "current" if corrected or rules.max_lag == 0 else "behaviour"
-    return "snapshot" if corrected else "behaviour"

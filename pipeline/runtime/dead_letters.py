@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from penstock.infra.errors import BrokerError, ConfigError
 from penstock.infra.log import Log
-from penstock.infra.paths import run_directory
+from penstock.infra.paths import run_directory, write_complete
 from penstock.pipeline.runtime.reporting.reporter import Reporter
 from penstock.pipeline.runtime.topic_reader import POISON
 from penstock.topics import dead_letters
@@ -105,28 +105,22 @@ class Attempts:
         """Write the number of crashes by record to the file; ignored if that is impossible."""
         if self._counts is None:
             return
-        unfinished = self._counts.with_name(f"{self._counts.name}.tmp")
         with suppress(OSError):
-            unfinished.write_text(json.dumps([[*record_id, count] for record_id, count in self.crashes.items()]))
-            unfinished.replace(self._counts)
+            write_complete(self._counts, json.dumps([[*record_id, count] for record_id, count in self.crashes.items()]))
 
 
 def _page(path: Path | None) -> mmap.mmap:
     """A memory-mapped page of the file; if that cannot be opened, memory that is lost with the process."""
-    if path is None:
-        return mmap.mmap(-1, _SIZE)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError:
-        return mmap.mmap(-1, _SIZE)
-    try:
-        os.posix_fallocate(file, 0, _SIZE)  # a full disk raises here, not as SIGBUS at the first write
-        return mmap.mmap(file, _SIZE)
-    except OSError:
-        return mmap.mmap(-1, _SIZE)
-    finally:
-        os.close(file)
+    with suppress(OSError):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                os.posix_fallocate(file, 0, _SIZE)  # a full disk raises here, not as SIGBUS at the first write
+                return mmap.mmap(file, _SIZE)
+            finally:
+                os.close(file)
+    return mmap.mmap(-1, _SIZE)
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics import metrics
 from penstock.topics.ledger import Entry
 from penstock.topics.metrics import Activity, Measurement, activity_of
+from penstock.topics.rollouts import Rollout, generated
 from penstock.topics.wire.errors import Unusable
 
 TYPES = {
@@ -61,22 +62,31 @@ class Interval(NamedTuple):
     cause: str | None = None
 
 
-class SampleTimes(NamedTuple):
-    """Times at which a sample was generated and written."""
+class SampleNumbers(NamedTuple):
+    """The numbers of a sample that stay in memory."""
 
     group: int
     sample: int
     worker: str
-    version: int
+    tokens: int
+    finish: str
+    version_min: int
+    version_max: int
     started_ns: int
     ended_ns: int
     written_ns: int
+    """Time of its record; 0 if unknown."""
+
+    @classmethod
+    def of(cls, rollout: Rollout, *, written_ns: int = 0) -> "SampleNumbers":
+        versions, times = (rollout.version_min, rollout.version_max), (rollout.started_ns, rollout.ended_ns)
+        counts = len(generated(rollout)), rollout.finish
+        return cls(rollout.group, rollout.sample, rollout.worker, *counts, *versions, *times, written_ns)
 
 
 class Ended(NamedTuple):
     """Time at which a group was scored."""
 
-    group: int
     worker: str
     scored_ns: int
     reward_ns: int | None = None
@@ -86,7 +96,7 @@ class Ended(NamedTuple):
 class Facts:
     """Deduplicated facts from which the intervals are computed."""
 
-    samples: dict[tuple[int, int], SampleTimes] = field(default_factory=dict)
+    samples: dict[tuple[int, int], SampleNumbers] = field(default_factory=dict)
     ended: dict[int, Ended] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
     measured: dict[tuple[str, str], dict[int, Measurement]] = field(default_factory=dict)
@@ -107,11 +117,11 @@ def timeline(log: Log, run: str) -> pa.Table:
     for outcome in reader.groups():
         if outcome.payload is not None and outcome.headers is not None:
             worker = outcome.headers.worker or "scorer"
-            facts.ended[outcome.payload.group] = Ended(outcome.payload.group, worker, outcome.payload.scored_ns, outcome.payload.reward_ns)
+            facts.ended[outcome.payload.group] = Ended(worker, outcome.payload.scored_ns, outcome.payload.reward_ns)
     for read in reader.samples():
         if (sample := read.payload) is not None:
-            span, key = (sample.started_ns, sample.ended_ns, read.record.timestamp_ms * 1_000_000), (sample.group, sample.sample)
-            facts.samples[key] = SampleTimes(*key, sample.worker, sample.version_min, *span)
+            numbers = SampleNumbers.of(sample, written_ns=read.record.timestamp_ms * 1_000_000)
+            facts.samples[sample.group, sample.sample] = numbers
     return as_table(intervals(facts))
 
 
@@ -140,7 +150,7 @@ def _generations(facts: Facts, roles: dict[str, str]) -> Iterator[Interval]:
     for sample in facts.samples.values():
         role = roles.get(sample.worker, "rollout")
         yield Interval(
-            role, sample.worker, "rollout", sample.started_ns, sample.ended_ns, sample.group, sample.sample, version=sample.version
+            role, sample.worker, "rollout", sample.started_ns, sample.ended_ns, sample.group, sample.sample, version=sample.version_min
         )
 
 
@@ -176,7 +186,7 @@ def _measured(facts: Facts) -> Iterator[Interval]:
     """Yield the starts, evaluations and loads that workers measured; a load ends before the first sample of its version starts."""
     first_started: dict[tuple[str, int], int] = {}
     for sample in facts.samples.values():
-        key = (sample.worker, sample.version)
+        key = (sample.worker, sample.version_min)
         first_started[key] = min(first_started.get(key, sample.started_ns), sample.started_ns)
     for reports in facts.measured.values():
         loaded, started = 0.0, False

@@ -12,6 +12,7 @@ from penstock.pipeline.inspect.live.completions import shared
 from penstock.pipeline.inspect.run_status import group_statuses
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.tables.run_tables import Advantages
+from penstock.pipeline.inspect.tables.timeline import SampleNumbers
 from penstock.pipeline.inspect.tables.token_texts import TokenTexts
 from penstock.pipeline.inspect.web.chunks import Chunks, ChunkSlot
 from penstock.pipeline.runtime.topic_reader import RunReader
@@ -30,24 +31,6 @@ class Selection(NamedTuple):
     listed: frozenset[int]
     texts: frozenset[int]
     tokens: frozenset[int]
-
-
-class SampleNumbers(NamedTuple):
-    """The numbers of a sample that stay in memory."""
-
-    sample: int
-    tokens: int
-    finish: str
-    worker: str
-    version_min: int
-    version_max: int
-    started_ns: int
-    ended_ns: int
-
-    @classmethod
-    def of(cls, rollout: Rollout) -> "SampleNumbers":
-        versions, times = (rollout.version_min, rollout.version_max), (rollout.started_ns, rollout.ended_ns)
-        return cls(rollout.sample, len(generated(rollout)), rollout.finish, rollout.worker, *versions, *times)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

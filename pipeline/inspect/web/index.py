@@ -10,9 +10,9 @@ import numpy.typing as npt
 from penstock.pipeline.config.plugins import short_name
 from penstock.pipeline.inspect.run_status import group_statuses, has_ended
 from penstock.pipeline.inspect.run_view import RunView
-from penstock.pipeline.inspect.tables.timeline import Interval
+from penstock.pipeline.inspect.tables.timeline import Interval, SampleNumbers
 from penstock.pipeline.inspect.web.chunks import LOGPROB_STEP, Column, smallest
-from penstock.pipeline.inspect.web.groups import GroupPages, Row, SampleNumbers
+from penstock.pipeline.inspect.web.groups import GroupPages, Row
 from penstock.pipeline.inspect.web.timeline import (
     KINDS,
     MAX_TEXT,

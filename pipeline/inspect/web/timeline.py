@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.pipeline.inspect.run_view import Folded
-from penstock.pipeline.inspect.tables.timeline import Ended, Facts, Interval, SampleTimes, intervals
+from penstock.pipeline.inspect.tables.timeline import Ended, Facts, Interval, intervals
 from penstock.pipeline.inspect.web.chunks import Column
 from penstock.pipeline.inspect.web.groups import Row
 from penstock.topics.dead_letters import DeadLetter
@@ -134,10 +134,10 @@ def timeline(rows: Iterable[Row], history: RunHistory) -> list[Interval]:
     facts = Facts(entries=history.entries)
     for row in rows:
         if row.scorer:
-            facts.ended[row.group] = Ended(row.group, row.scorer, row.scored_ns, row.reward_ns)
+            facts.ended[row.group] = Ended(row.scorer, row.scored_ns, row.reward_ns)
         for sample in row.rollouts:
-            span = sample.started_ns, sample.ended_ns, history.written_ns.get(row.group, sample.ended_ns)
-            facts.samples[row.group, sample.sample] = SampleTimes(row.group, sample.sample, sample.worker, sample.version_min, *span)
+            written_ns = history.written_ns.get(row.group, sample.ended_ns)
+            facts.samples[row.group, sample.sample] = sample._replace(written_ns=written_ns)
     for measured in history.measured:
         facts.add_measurement(measured)
     return list(intervals(facts))
