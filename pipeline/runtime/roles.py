@@ -234,8 +234,11 @@ def generating_roles() -> list[str]:
 
 def as_table() -> list[dict[str, object]]:
     """The graph of roles and topics as plain data, for `penstock graph --json`."""
-    names = ("module", "does", "reads", "writes", "single", "extras", "on_sample_path")
-    return [{"role": role.name, **{name: getattr(role, name) for name in names}} for role in ROLES.values()]
+    names = ("module", "does", "reads", "writes", "single")
+    return [
+        {"role": role.name, **{name: getattr(role, name) for name in names}, "extras": role.extras, "on_sample_path": role.on_sample_path}
+        for role in ROLES.values()
+    ]
 
 
 def as_text() -> str:

@@ -17,7 +17,7 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline.archive.database import Limits, prepare
 from penstock.pipeline.archive.index.queries import Filters
 from penstock.pipeline.archive.index.segments import partition_of
-from penstock.pipeline.archive.sql import FORMATS, LiveTables, as_file, ask, views
+from penstock.pipeline.archive.sql import FORMATS, LiveTables, as_file, result_of, views
 from penstock.pipeline.cli.ui.store import PayloadFilter, Runs, WatchedRun
 from penstock.pipeline.inspect.explain import as_json
 from penstock.pipeline.inspect.explain.text import as_page
@@ -230,7 +230,7 @@ def _result(runs: Runs, name: str, sql_text: str, questions: threading.BoundedSe
     if not questions.acquire(blocking=False):
         raise ValueError("other queries are being computed: repeat this one when they have their results")
     try:
-        return ask(LiveTables(cast(KafkaLog, runs.log), name), sql_text, limits)
+        return result_of(LiveTables(cast(KafkaLog, runs.log), name), sql_text, limits)
     finally:
         prepare()  # starts the process of the next query, which loads its libraries meanwhile
         questions.release()

@@ -8,7 +8,6 @@ from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
 from penstock.pipeline.inspect.audit.source import Unreadable
-from penstock.pipeline.runtime.reporting.log_lines import Progress
 from penstock.topics import dead_letters
 from penstock.topics.catalogue import RUNS_TOPIC, TURNS, topic_name
 from penstock.topics.wire.record import Record
@@ -21,6 +20,7 @@ OPTIONAL = ("run", *TURNS)
 RESPONSE_S = 15.0
 SILENT_S = 60.0
 """Longest wait for a broker that sends nothing although there is more to read."""
+PROGRESS_S = 3.0
 POLL_S = 0.5
 RETRY_S = 0.2
 TRANSIENT = frozenset(
@@ -44,7 +44,7 @@ class KafkaSource:
     def __init__(
         self, bootstrap: str, run: str, *, settings: Mapping[str, Any] | None = None, notify: Callable[[str], None] = lambda _: None
     ) -> None:
-        self.run = run
+        self.run, self._notify = run, notify
         # The caller provides the connection settings; the settings below decide what is read and how.
         self._settings = {**(settings or {}), "bootstrap.servers": bootstrap, "client.id": "penstock-audit", "log_level": 0}
         self._problem: str | None = None
@@ -65,7 +65,7 @@ class KafkaSource:
             self._ends[topic] = _offsets(admin, partitions, OffsetSpec.latest())
             self._starts[topic] = _offsets(admin, partitions, OffsetSpec.earliest())
         self._span = sum(self._ends[topic][partition] - start for topic in ORDER for partition, start in self._starts[topic].items())
-        self._read, self._progress = 0, Progress(notify)
+        self._read, self._next_progress_s = 0, time.monotonic() + PROGRESS_S
 
     def partitions(self, topic: str) -> range:
         return range(len(self._ends[topic]))
@@ -91,7 +91,6 @@ class KafkaSource:
                     continue
                 messages = [first, *consumer.consume(500, timeout=0)]  # with a timeout, consume would wait for 500 messages
                 last_response, moved = time.monotonic(), set[int]()
-                self._progress(f"read {self._read:,} records of at most {self._span:,}; now reading {topic}")
                 for message in messages:
                     partition, error = message.partition(), message.error()
                     assert partition is not None
@@ -103,7 +102,7 @@ class KafkaSource:
                     if error is None or is_damaged_chunk(message, topic):
                         if offset < ends[partition]:
                             yield to_record(message, offset)
-                            self._read += 1
+                            self._progress(topic)
                     elif not ended:
                         next_offsets[partition] = self._after_skipped(message)
                     if error is not None and not ended:
@@ -150,6 +149,13 @@ class KafkaSource:
         """Raise `Unreadable` if the broker has sent nothing for `SILENT_S` since `last_response`."""
         if time.monotonic() - last_response > SILENT_S:
             raise Unreadable(f"{name}: no record received for {SILENT_S:g} s: {self._problem or 'the broker does not respond'}")
+
+    def _progress(self, topic: str) -> None:
+        """Count a record, and print the progress every few seconds."""
+        self._read += 1
+        if self._read % 1000 == 0 and time.monotonic() > self._next_progress_s:
+            self._next_progress_s = time.monotonic() + PROGRESS_S
+            self._notify(f"read {self._read:,} records of at most {self._span:,}; now reading {topic}")
 
     def _kafka_name(self, topic: str) -> str:
         return topic if topic == RUNS_TOPIC else topic_name(self.run, topic)

@@ -16,7 +16,6 @@ from penstock.pipeline.inspect.audit.collect import collect
 from penstock.pipeline.inspect.audit.facts import Anchor, Facts
 from penstock.pipeline.inspect.audit.rules import as_object
 from penstock.pipeline.inspect.audit.source import Source, Unreadable
-from penstock.pipeline.runtime.reporting.log_lines import counted
 from penstock.topics.metrics import EVERY_RUN_HAS
 from penstock.topics.weights import chunk_places
 
@@ -180,9 +179,9 @@ def summary(audited: Audit) -> str:
         (sum(duplicates(facts).values()), "duplicate"),
         (sum(dead_letter_kinds(facts).values()), "dead letter"),
     ]
-    outcome = "clean" if audited.clean else counted(broken, "violation")
+    outcome = "clean" if audited.clean else _count(broken, "violation")
     under_way = "" if facts.closed else f", {group_statuses(facts)['open']} groups open, the run is active"
-    return f"audit: {outcome}, {', '.join(counted(number, what) for number, what in counts)}{under_way}"
+    return f"audit: {outcome}, {', '.join(_count(number, what) for number, what in counts)}{under_way}"
 
 
 def as_table(audited: Audit) -> dict[str, Any]:
@@ -262,3 +261,7 @@ def as_line(violation: Violation) -> str:
 def _plain(violation: Violation) -> dict[str, Any]:
     coordinates = {name: getattr(violation, name) for name in ("group", "step", "version")}
     return {"text": violation.text, **coordinates, "where": str(violation.where) if violation.where else None}
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

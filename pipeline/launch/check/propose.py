@@ -223,13 +223,14 @@ def _loaded(text: str, base: Path, inputs: Inputs) -> Config:
 def _text(model: str, data: str, functions: Sequence[str], inputs: Inputs, *, engine: str, fitting: Config | None = None) -> str:
     """Text of the file: every section that a user is likely to change, each line with its reason.
 
-    `fitting` has the values that follow from the memory of the GPUs. In the template a tab stands between a value and its reason.
+    `fitting` has the values that follow from the memory of the GPUs. In the template a tab separates a value and its reason.
     """
     count, rank = inputs.count or UNKNOWN, 0 if fitting is None else fitting.trainer.lora_rank
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.filters |= {"json": partial(json.dumps, ensure_ascii=False), "size": size}
     text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         of=inputs, model=model, data=data, functions=list(functions), engine=engine, vllm=engine == "vllm", fitting=fitting, rank=rank,
+        completion_room=inputs.completion_room, completion_use=inputs.completion_use,
         name=re.sub(r"[^a-z0-9]+", "-", Path(model).name.lower()).strip("-")[:24] or "run", utilization=UTILIZATION,
         lr=5e-4 if count < 10**7 else 1e-5 if count < 10**9 or rank else 1e-6,
         taken=0 if fitting is None or inputs.shape is None else estimates(fitting, inputs.shape, gpu=True)[0].gpu,
