@@ -50,12 +50,12 @@ def write_private(path: Path, text: str) -> None:
     write_complete(path, text, mode=0o600)
 
 
-def write_complete(path: Path, text: str, *, mode: int = 0o666) -> None:
+def write_complete(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
     """Write a temporary file and rename it, so that `path` is complete or absent; permissions are `mode` less the umask."""
     part = path.with_name(f".{path.name}.new")
     part.unlink(missing_ok=True)
-    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
-        file.write(text)
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
     part.replace(path)
 
 

@@ -132,34 +132,29 @@ def console() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status."""
+    """Run one command, report an error in one line, and return the exit status."""
     closed = open_closed()
     with visible_errors():
-        return _run(arguments, closed=closed)
-
-
-def _run(arguments: Sequence[str] | None, *, closed: bool) -> int:
-    """Run one command, report an error in one line, and return the exit status. `closed`: standard output was closed at the start."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in words
-    try:
-        if closed:
-            refuse_unseen(words)
-        with checked_output():
-            return _invoke([word for word in words if word != "--debug"])
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        # The reader has closed the pipe: the interpreter must not flush to it on exit.
-        silence(sys.stdout)
-        return OK
-    except Exception as error:  # every error is reported in one line
-        if debug:
-            traceback.print_exc()
-        message, exit_status = explain(error)
-        if message:
-            print(f"penstock: {message}", file=sys.stderr)
-        return exit_status
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        debug = "--debug" in words
+        try:
+            if closed:
+                refuse_unseen(words)
+            with checked_output():
+                return _invoke([word for word in words if word != "--debug"])
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        except BrokenPipeError:
+            # The reader has closed the pipe: the interpreter must not flush to it on exit.
+            silence(sys.stdout)
+            return OK
+        except Exception as error:  # every error is reported in one line
+            if debug:
+                traceback.print_exc()
+            message, exit_status = explain(error)
+            if message:
+                print(f"penstock: {message}", file=sys.stderr)
+            return exit_status
 
 
 def _invoke(words: list[str]) -> int:

@@ -118,7 +118,6 @@ def report(
 ) -> None:
     """Report on a run: reward, evaluation, groups, staleness, time, what to try next; --full prints all figures, --html writes a page."""
     from penstock.pipeline.inspect.report.summary import stored_report
-    from penstock.pipeline.inspect.report.text import as_text, render
     from penstock.pipeline.runtime.reporting.log_lines import Progress
 
     if html is not None or tokens is not None:
@@ -130,15 +129,11 @@ def report(
         emit(figures)
         return
     from penstock.infra.paths import run_directory
+    from penstock.pipeline.inspect.live.view import print_report
 
     folder = run_directory(str(figures["run"]))
     directory = folder if folder.is_dir() else None
-    if sys.stdout.isatty():
-        from penstock.pipeline.inspect.live.view import Terminal
-
-        Terminal().print(render(figures, directory=directory, full=full))
-    else:
-        print(as_text(figures, directory=directory, full=full), end="")
+    print_report(figures, directory=directory, full=full)
 
 
 def _page(
@@ -146,7 +141,8 @@ def _page(
 ) -> None:
     """Write the HTML page of `penstock report --html`, with `tokens` shown one by one. Raises `ConfigError` for a wrong path."""
     from penstock.infra.errors import ConfigError
-    from penstock.pipeline.inspect.web.build import Limits, build, write
+    from penstock.infra.paths import write_complete
+    from penstock.pipeline.inspect.web.build import Limits, build
     from penstock.pipeline.runtime.reporting.log_lines import Progress
 
     if html is None:
@@ -160,7 +156,7 @@ def _page(
     with reading(run, bootstrap, security) as (log, run_id):
         page = build(log, run_id, limits=limits, trust_code=trust_code, alive=Progress(notify))
     try:
-        write(page, html.resolve())
+        write_complete(html.resolve(), page.html)
     except OSError as error:
         raise ConfigError(f"--html {html}: {error.strerror}") from error
     if json:

@@ -6,7 +6,6 @@ run can be continued by `penstock run --resume RUN`.
 
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -212,8 +211,7 @@ class Watching:
 
 def show_report(log: Log, run: str, *, json_out: bool, notify: Notify) -> None:
     """Print the report that the tracker wrote, or one made from the log if the tracker exited before it wrote any."""
-    from penstock.pipeline.inspect.live.view import Terminal
-    from penstock.pipeline.inspect.report.text import as_text, render
+    from penstock.pipeline.inspect.live.view import print_report
 
     directory = run_directory(run)
     written = directory / REPORTS[1]
@@ -223,10 +221,8 @@ def show_report(log: Log, run: str, *, json_out: bool, notify: Notify) -> None:
     report = json.loads(written.read_text(encoding="utf-8")) if written.exists() else collect(log, run, alive=Progress(notify))
     if json_out:
         print_json(json.dumps(report, indent=2))
-    elif sys.stdout.isatty():
-        Terminal().print(render(report, directory=directory))
     else:
-        print(as_text(report, directory=directory), end="")
+        print_report(report, directory=directory)
 
 
 def _note(log: Log, record: RunRecord, *, notify: Notify) -> None:

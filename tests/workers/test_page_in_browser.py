@@ -15,7 +15,7 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.paths import run_directory
 from penstock.pipeline.cli.app import main
 from penstock.pipeline.inspect.report.headline import headline
-from penstock.pipeline.inspect.web.build import build, write
+from penstock.pipeline.inspect.web.build import build
 from tests.support.a_run import RUN, RecordBuilder
 from tests.support.browser import WAIT_MS, Watched, browser, in_a_browser
 from tests.support.full_read import FullRead
@@ -238,7 +238,7 @@ def test_text_that_looks_like_markup_is_shown_as_text(chromium: Any, tmp_path: P
         evil = lambda samples: tuple(replace(sample, completion=EVIL) for sample in samples)  # noqa: E731
         records += rewritten(record, prompt=EVIL, reason=EVIL, samples=evil) if record.topic.endswith(".groups") else [record]
     path = tmp_path / "evil.html"
-    write(build(log_with(records), RUN), path)
+    path.write_bytes(build(log_with(records), RUN).html)
     looked = watched(chromium, path)
     page = looked.open("#/g/0")
     page.wait_for_selector("#group .card", timeout=WAIT_MS)
@@ -261,7 +261,7 @@ def test_a_run_that_has_only_begun_is_shown_as_far_as_it_is(chromium: Any, tmp_p
     begun = [*builder.start(), builder.version(0)]
     drawn = [record for record in builder.group([0.0] * 4, version=0) if not record.topic.endswith(".groups")]
     for name, records in {"first.html": begun[:1], "open.html": [*begun, *drawn]}.items():
-        write(build(log_with(records), RUN), tmp_path / name)
+        (tmp_path / name).write_bytes(build(log_with(records), RUN).html)
     looked = watched(chromium, tmp_path / "open.html")
     page = looked.open("#/g/0")
     page.wait_for_selector("#group .card", timeout=WAIT_MS)

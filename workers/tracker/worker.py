@@ -29,7 +29,7 @@ from penstock.pipeline.inspect.report.summary import REPORTS, collect, remove_re
 from penstock.pipeline.inspect.report.text import as_text
 from penstock.pipeline.inspect.run_status import closing, status_of
 from penstock.pipeline.inspect.run_view import Folded, RunView
-from penstock.pipeline.inspect.web.build import Limits, build, write
+from penstock.pipeline.inspect.web.build import Limits, build
 from penstock.pipeline.runtime.factories import open_store
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import Session
@@ -76,7 +76,7 @@ def _write_page(session: Session, report: Mapping[str, Any], path: Path) -> list
     limits = Limits(tokens=PAGE_TOKENS, max_bytes=PAGE_BYTES, seconds=PAGE_STOPPED_S if session.stop.is_set() else PAGE_S)
     mlflow = {name: report[name] for name in ("mlflow_run_id", "mlflow_uri")}
     try:
-        write(build(session.log, session.run, limits=limits, mlflow=mlflow, alive=session.reporter.status), path)
+        write_complete(path, build(session.log, session.run, limits=limits, mlflow=mlflow, alive=session.reporter.status).html)
     except Exception as error:  # the page is optional: no error changes the end of the run
         cause = " ".join(str(error).split()) or type(error).__name__
         session.reporter.notify(f"the report page was not written: {cause}; write it with `penstock report {session.run} --html {path}`")

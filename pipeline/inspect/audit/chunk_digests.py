@@ -92,12 +92,6 @@ class LatestVersion:
         self.origin: memoryview | None = None
         """Weights of version 0 in a separate file; set when the first adapter version is recomputed."""
 
-    def allocate(self, manifest: Manifest) -> None:
-        """Allocate space for a full snapshot."""
-        self.version, self.layout = None, manifest
-        if len(self.data) != manifest.nbytes:
-            self.data = _mapped_file(manifest.nbytes)
-
     def lacks_base(self, manifest: Manifest) -> bool:
         """True if the base of a delta or adapter was deleted, or is invalid and was reported."""
         if manifest.encoding == "adapter":
@@ -118,8 +112,9 @@ class LatestVersion:
             self.version = None
             weight_adapter.apply(b"".join(chunks), self.origin, self.data)
         else:
-            self.allocate(manifest)
-            start = 0
+            self.version, self.layout, start = None, manifest, 0
+            if len(self.data) != manifest.nbytes:
+                self.data = _mapped_file(manifest.nbytes)
             for chunk in chunks:
                 if start + len(chunk) > len(self.data):
                     raise ValueError("the chunks have more bytes than the manifest lists")

@@ -5,6 +5,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -19,6 +20,7 @@ from penstock.pipeline.inspect.live.completions import Completions
 from penstock.pipeline.inspect.live.frame import frame, line
 from penstock.pipeline.inspect.live.saved_view import newest
 from penstock.pipeline.inspect.report.figures import held_out
+from penstock.pipeline.inspect.report.text import Report, as_text, render
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.status import WATCHED, SteadyBottleneck
 from penstock.pipeline.runtime.reporting.log_lines import exact_output
@@ -78,6 +80,14 @@ class Terminal(Console):
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         return super()._render_buffer(part if part.control else part._replace(text=visible(part.text)) for part in buffer)
+
+
+def print_report(report: Report, *, directory: Path | None, full: bool = False) -> None:
+    """Print a report, with colours if standard output is a terminal. `directory` is the run's directory on this machine."""
+    if sys.stdout.isatty():
+        Terminal().print(render(report, directory=directory, full=full))
+    else:
+        print(as_text(report, directory=directory, full=full), end="")
 
 
 REFRESH_S = 0.25

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
@@ -130,16 +129,6 @@ def index_of(log: Log, run: str, *, limits: Limits) -> str:
     """Return the numbers of a run's groups, samples and intervals for the timeline, encoded as in a page."""
     facts, columns = index.index(*read(log, run, limits=limits))
     return pack(facts, columns)
-
-
-def write(page: Page, path: Path) -> None:
-    """Write the page to a temporary file and rename it to `path`."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_bytes(page.html)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _timed(alive: Callable[[], None], seconds: float | None) -> Callable[[], None]:

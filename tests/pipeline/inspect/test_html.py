@@ -17,6 +17,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from penstock.infra.memory.log import MemoryLog
+from penstock.infra.paths import write_complete
 from penstock.pipeline.algorithms.advantages import group_advantages
 from penstock.pipeline.data.tokenization import digests
 from penstock.pipeline.inspect.live.completions import shared
@@ -24,7 +25,7 @@ from penstock.pipeline.inspect.report.headline import headline
 from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.inspect.run_view import RunView
 from penstock.pipeline.inspect.tables.token_texts import TokenTexts
-from penstock.pipeline.inspect.web.build import NOTES_BYTES, Limits, Page, PageTooSlow, build, write
+from penstock.pipeline.inspect.web.build import NOTES_BYTES, Limits, Page, PageTooSlow, build
 from penstock.pipeline.inspect.web.chunks import LOGPROB_STEP, logprobs, pack
 from penstock.pipeline.inspect.web.run_facts import status_shares
 from penstock.pipeline.inspect.web.timeline import NEVER, Clock, generic
@@ -303,7 +304,7 @@ def test_whoever_waits_is_asked_while_records_are_read(log: MemoryLog) -> None:
 def test_a_page_gets_its_name_only_when_it_is_whole(page: Page, tmp_path: Path) -> None:
     path = tmp_path / "out.html"
     path.write_text("the one before")
-    write(page, path)
+    write_complete(path, page.html)
     assert path.read_bytes() == page.html
     assert [file.name for file in tmp_path.iterdir()] == ["out.html"]
 

@@ -74,9 +74,9 @@ def test_a_state_directory_on_a_full_disk_is_worth_a_warning_and_one_that_cannot
 def test_a_broker_is_reached_or_not() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        assert doctor._broker(f"127.0.0.1:1,{address}").level == "ok"
-    gone = doctor._broker(address)
-    assert gone.level == "fail" and address in gone.found and gone.do
+        assert doctor._reachable("broker", f"127.0.0.1:1,{address}", "check it").level == "ok"
+    gone = doctor._reachable("broker", address, "check it")
+    assert gone.level == "fail" and address in gone.found and gone.do == "check it"
 
 
 def test_the_embedded_broker_of_the_session_answers(broker: str) -> None:
