@@ -54,9 +54,12 @@ def write_complete(path: Path, content: str | bytes, *, mode: int = 0o666) -> No
     """Write a temporary file and rename it, so that `path` is complete or absent; permissions are `mode` less the umask."""
     part = path.with_name(f".{path.name}.new")
     part.unlink(missing_ok=True)
-    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-    part.replace(path)
+    try:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def locked(file: int | IO[Any], how: int = fcntl.LOCK_EX) -> bool:

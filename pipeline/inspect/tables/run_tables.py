@@ -172,18 +172,10 @@ def _turns_of(rollout: Rollout) -> Iterator[dict[str, Any]]:
     for number, turn in enumerate(rollout.turns or ()):
         own = versions[turn.start : turn.end] if turn.source == "model" else versions[:0]
         yield {
-            "group": rollout.group,
-            "sample": rollout.sample,
+            **_attributes(rollout, TURNS),
+            **{name: getattr(turn, name) for name in ("source", "start", "end", "finish", "reward")},
             "turn": number,
-            "source": turn.source,
-            "start": turn.start,
-            "end": turn.end,
             "tokens": turn.end - turn.start,
-            "finish": turn.finish,
-            "reward": turn.reward,
             "policy_version_min": int(own.min()) if len(own) else None,
             "policy_version_max": int(own.max()) if len(own) else None,
-            "environment": rollout.environment,
-            "environment_seed": rollout.environment_seed,
-            "worker": rollout.worker,
         }

@@ -153,7 +153,7 @@ def test_a_page_that_is_not_ready_in_time_or_cannot_be_written_costs_one_line(
     follow(log)
     assert len([line for line in said if "the report page was not written: " in line]) == 1
     assert report_in(tmp_path)["steps"] == STEPS
-    assert not list(run_directory(tmp_path).glob(".*.tmp"))
+    assert not list(run_directory(tmp_path).glob(".*.new"))
 
 
 @pytest.mark.parametrize("cut", [0, 7, 40])
