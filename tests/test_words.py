@@ -40,7 +40,7 @@ BUDGETS = {
     r"given": 3,
     r"place|places": 54,
     r"says|said|say": 19,
-    r"asks|asked|ask": 20,
+    r"asks|asked|ask": 23,
     r"answer|answers|answered": 230,
     r"dies|died|die|dead": 2,
     r"judge|judged|judges": 2,

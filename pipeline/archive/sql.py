@@ -163,7 +163,7 @@ class ArchivedTables:
 Tables: TypeAlias = LiveTables | ArchivedTables
 
 
-def result_of(tables: Tables, query: str, limits: Limits = NO_LIMITS) -> pa.Table:
+def ask(tables: Tables, query: str, limits: Limits = NO_LIMITS) -> pa.Table:
     """Read the tables that a query names, and return its result. Raises `ValueError` if DuckDB refuses it, or at a limit."""
     sources = _tables(tables, _named(query))
     try:

@@ -283,7 +283,7 @@ def sql(
     from penstock.infra.errors import ConfigError, PenstockError, RunNotFound
     from penstock.pipeline.archive.archived_log import ArchivedLog
     from penstock.pipeline.archive.index.run_index import open_index
-    from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, deleted_records, plain, result_of, views, write_csv
+    from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask, deleted_records, plain, views, write_csv
     from penstock.pipeline.inspect.report.text import some_of
 
     if csv and json:
@@ -302,7 +302,7 @@ def sql(
     try:
         with reading(run, bootstrap, security) as (log, run_id):
             tables = ArchivedTables(log) if isinstance(log, ArchivedLog) else LiveTables(cast("KafkaLog", log), run_id)
-            result = result_of(tables, text)
+            result = ask(tables, text)
             if gone := some_of(deleted_records(tables, text)):
                 notify("\n".join(["some records were deleted, and the result does not include them:", *gone]))
     except ValueError as error:  # the query failed

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.archive.sql import result_of
+from penstock.pipeline.archive.sql import ask
 from penstock.pipeline.inspect.explain.as_json import explain
 from penstock.pipeline.inspect.explain.text import as_page
 from penstock.topics import groups
@@ -53,7 +53,7 @@ def test_trajectories_are_drawn_scored_and_trained_and_the_audit_is_clean(run_id
     assert played["trajectories"] >= len(samples) and 1 <= played["turns_mean"] <= 3
     assert (played["broken"], played["segments_mean"]) == (0, 1.0)
     figures = "any_value(step) step, sum(reward) reward, count(*) filter (source = 'model') turns"
-    rows = result_of(InMemory(log, run_id), f"select group_id, sample, {figures} from turns group by all").to_pylist()
+    rows = ask(InMemory(log, run_id), f"select group_id, sample, {figures} from turns group by all").to_pylist()
     found = {(row["group_id"], row["sample"]): (row["reward"], row["turns"]) for row in rows}
     for sample in samples:
         turns = sum(turn.source == "model" for turn in sample.rollout.turns or ())

@@ -18,7 +18,7 @@ from penstock.pipeline.archive.export import Exported, export
 from penstock.pipeline.archive.files import find_archive
 from penstock.pipeline.archive.import_run import import_run
 from penstock.pipeline.archive.layout import KINDS
-from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, Tables, result_of
+from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, Tables, ask
 from penstock.pipeline.inspect.audit.kafka_reader import KafkaSource
 from penstock.pipeline.inspect.audit.report import audit
 from penstock.pipeline.inspect.report.summary import collect
@@ -64,7 +64,7 @@ def same_rewards(tables: Tables, recorded: RecordedRun) -> None:
             {ends.format("")} as first, {ends.format(" desc")} as last,
             (select list({{'status': status, 'n': n}}) from fates) as fates
     """  # in one, as each question is computed in a process of its own
-    (found,) = result_of(tables, query).to_pylist()
+    (found,) = ask(tables, query).to_pylist()
     assert found["curve"] == report["reward"]["curve"]
     assert [step for step, _, _ in found["by_step"]] == list(range(recorded.config.run.steps or 0))
     assert all(asked == trained for _, asked, trained in found["by_step"])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.archive.sql import LiveTables, result_of
+from penstock.pipeline.archive.sql import LiveTables, ask
 from penstock.pipeline.inspect.report.text import as_text
 from penstock.pipeline.inspect.run_view import load
 from penstock.pipeline.inspect.status import standing
@@ -72,11 +72,11 @@ def test_samples_without_a_reward_are_the_same_for_everything_that_reads_the_run
     clean(log, run_id)
     tables = LiveTables(log, run_id)
     scored = "from samples s join groups g on s.group_id = g.group_id where g.outcome in ('scored', 'filtered')"
-    (row,) = result_of(tables, f"select count(*) - count(s.reward) as without, count(s.reward_error) as broken {scored}").to_pylist()
+    (row,) = ask(tables, f"select count(*) - count(s.reward) as without, count(s.reward_error) as broken {scored}").to_pylist()
     assert row["without"] == report["no_reward"] > row["broken"] > 0
-    errors = result_of(tables, "select distinct reward_error from samples where reward_error is not null")["reward_error"].to_pylist()
+    errors = ask(tables, "select distinct reward_error from samples where reward_error is not null")["reward_error"].to_pylist()
     assert all(found.endswith(error) for found in errors), errors
-    assert result_of(tables, "select reward from rewards order by version")["reward"].to_pylist() == report["reward"]["curve"]
+    assert ask(tables, "select reward from rewards order by version")["reward"].to_pylist() == report["reward"]["curve"]
     recording, again = Recording.open(log, run_id), ReplayResult(run_id)
     replay(recording, ReplayRequest(), result=again, notify=lambda _: None)
     recording.close()

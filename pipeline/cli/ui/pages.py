@@ -14,10 +14,10 @@ from starlette.responses import Response
 from penstock.infra.errors import ConfigError
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.paths import run_directory
+from penstock.pipeline.archive import sql as queries
 from penstock.pipeline.archive.database import Limits, prepare
 from penstock.pipeline.archive.index.queries import Filters
 from penstock.pipeline.archive.index.segments import partition_of
-from penstock.pipeline.archive.sql import FORMATS, LiveTables, as_file, result_of, views
 from penstock.pipeline.cli.ui.store import PayloadFilter, Runs, WatchedRun
 from penstock.pipeline.inspect.explain import as_json
 from penstock.pipeline.inspect.explain.text import as_page
@@ -56,7 +56,7 @@ class Address(NamedTuple):
 
 AT_ONCE = 2
 ROWS = 500
-_views = functools.cache(views)
+_views = functools.cache(queries.views)
 DEAD_LETTERS = 200
 QUESTION_S = 30.0
 """Longest time that the result of a query is computed."""
@@ -156,8 +156,8 @@ def download(address: Address, questions: threading.BoundedSemaphore, gone: Call
 
     `questions` limits the queries that run at a time; `gone` returns True once the browser has closed the connection.
     """
-    if address.ending not in FORMATS:
-        raise ConfigError(f"download.{address.ending}: expected one of {', '.join(FORMATS)}")
+    if address.ending not in queries.FORMATS:
+        raise ConfigError(f"download.{address.ending}: expected one of {', '.join(queries.FORMATS)}")
     sql_text, (where, payload) = address.query.get("q", ""), _filters(address.query)
     limits = Limits(rows=DOWNLOADED + 1, size=DOWNLOADED_BYTES, seconds=QUESTION_S, disconnected=gone)
     if not (own := sql_text.strip()):
@@ -173,7 +173,7 @@ def download(address: Address, questions: threading.BoundedSemaphore, gone: Call
         rows = rows.filter(functools.reduce(pc.and_, conditions, pc.or_kleene(*having)))
     name = f"{address.run}-{'query' if own else 'samples'}.{address.ending}"
     headers = {"Content-Disposition": f'attachment; filename="{name}"'}
-    return Response(as_file(rows, address.ending), media_type=FORMATS[address.ending], headers=headers)
+    return Response(queries.as_file(rows, address.ending), media_type=queries.FORMATS[address.ending], headers=headers)
 
 
 def detail(address: Address) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def _result(runs: Runs, name: str, sql_text: str, questions: threading.BoundedSe
     if not questions.acquire(blocking=False):
         raise ValueError("other queries are being computed: repeat this one when they have their results")
     try:
-        return result_of(LiveTables(cast(KafkaLog, runs.log), name), sql_text, limits)
+        return queries.ask(queries.LiveTables(cast(KafkaLog, runs.log), name), sql_text, limits)
     finally:
         prepare()  # starts the process of the next query, which loads its libraries meanwhile
         questions.release()

@@ -30,7 +30,7 @@ from penstock.pipeline.archive.export import export, follow
 from penstock.pipeline.archive.files import UNFINISHED, Archive, find_archive
 from penstock.pipeline.archive.import_run import import_run
 from penstock.pipeline.archive.layout import KINDS, Kind
-from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, result_of
+from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask
 from penstock.pipeline.cli import main
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.inspect.records.runs import Note, note_of
@@ -401,14 +401,14 @@ def test_views_say_what_the_tables_and_the_report_say_live_and_archived(log: Kaf
             ("groups", FullRead(log, run_id).groups(), "group_id"),
             ("steps", FullRead(log, run_id).steps(), "step"),
         ):
-            found = result_of(tables, f"select * from {name} order by {order}")
+            found = ask(tables, f"select * from {name} order by {order}")
             for column in table.column_names:
                 if not pa.types.is_timestamp(table.schema.field(column).type):
                     asked = "group_id" if column == "group" else column  # which is a word of SQL
                     assert found[asked].to_pylist() == table[column].to_pylist(), column
-        assert result_of(tables, "select reward from rewards order by version")["reward"].to_pylist() == report["reward"]["curve"]
-        assert result_of(tables, "select * from timeline").num_rows == timeline(log, run_id).num_rows
-        assert result_of(tables, "select count(*) n, max(lag) m, min(age_s) a from lag").to_pylist() == [{"n": 8 * STEPS, "m": 0, "a": 1.0}]
+        assert ask(tables, "select reward from rewards order by version")["reward"].to_pylist() == report["reward"]["curve"]
+        assert ask(tables, "select * from timeline").num_rows == timeline(log, run_id).num_rows
+        assert ask(tables, "select count(*) n, max(lag) m, min(age_s) a from lag").to_pylist() == [{"n": 8 * STEPS, "m": 0, "a": 1.0}]
 
 
 @pytest.mark.parametrize(
@@ -423,7 +423,7 @@ def test_views_say_what_the_tables_and_the_report_say_live_and_archived(log: Kaf
 )
 def test_a_question_that_cannot_be_answered_is_one_line(log: KafkaLog, run_id: str, query: str, message: str) -> None:
     with one_line(ValueError, match=message):
-        result_of(LiveTables(log, run_id), query)
+        ask(LiveTables(log, run_id), query)
 
 
 def test_the_commands_export_import_and_answer_with_tables_json_and_csv(

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.archive.layout import KINDS
-from penstock.pipeline.archive.sql import result_of
+from penstock.pipeline.archive.sql import ask
 from penstock.topics import groups
 from tests.support.a_run import RUN, RecordBuilder
 from tests.support.page_records import log_with
@@ -39,7 +39,7 @@ def test_a_question_about_samples_decodes_each_group_once(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(groups, "read", counted)
     tables = InMemory()
-    answer = result_of(tables, "select status, count(*) n, count(reward) rewards from samples group by status order by status").to_pylist()
+    answer = ask(tables, "select status, count(*) n, count(reward) rewards from samples group by status order by status").to_pylist()
     assert [tuple(row.values()) for row in answer] == [("filtered", 4, 4), ("trained", 24, 24), ("unused", 4, 4)]
     assert sorted(decoded) == list(range(GROUPS))
     assert tables.wanted == []
@@ -59,6 +59,6 @@ def test_a_question_about_samples_decodes_each_group_once(monkeypatch: pytest.Mo
 def test_a_table_of_records_is_read_where_it_is_named(query: str, wanted: list[str]) -> None:
     tables = InMemory()
     with suppress(ValueError):  # the tables that it names are read, even if the rows are not
-        result_of(tables, query)
+        ask(tables, query)
     assert tables.wanted == wanted
-    assert result_of(InMemory(), 'select count(*) n from "Groups"').to_pylist() == [{"n": GROUPS}]
+    assert ask(InMemory(), 'select count(*) n from "Groups"').to_pylist() == [{"n": GROUPS}]

@@ -47,7 +47,7 @@ def said(process, limits):
 
 database._wait = said
 try:
-    sql.result_of(NoTables(), ENDLESS)
+    sql.ask(NoTables(), ENDLESS)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 """
@@ -72,7 +72,7 @@ def test_the_command_says_in_one_line_that_it_was_interrupted(monkeypatch: pytes
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "reading", reading)
-    monkeypatch.setattr(sql, "result_of", interrupted)
+    monkeypatch.setattr(sql, "ask", interrupted)
     assert main(["sql", "r", "select 1"]) == 130
     assert capsys.readouterr().err.splitlines() == ["interrupted before there was a result"]
 
@@ -81,7 +81,7 @@ def test_the_command_says_in_one_line_that_it_was_interrupted(monkeypatch: pytes
 def test_a_question_that_takes_too_much_memory_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, query: str) -> None:
     monkeypatch.setattr(database, "MEMORY_BYTES", 32 << 20)
     with one_line(ValueError, match=r"^the query needs more than 0.03125 GiB: narrow it"):
-        sql.result_of(NoTables(), query)
+        sql.ask(NoTables(), query)
 
 
 @pytest.mark.parametrize(
@@ -91,14 +91,14 @@ def test_a_question_that_takes_too_much_memory_is_refused_in_one_line(monkeypatc
 @pytest.mark.parametrize("query", [ENDLESS, "select " + "(" * 60_000, "select levenshtein(repeat('a', 9000000), repeat('b', 9000000))"])
 def test_a_question_ends_at_a_limit_of_time_and_with_its_asker(limits: Limits, problem: str, query: str) -> None:
     with pytest.raises(ValueError, match=f"^{problem}"):
-        sql.result_of(NoTables(), query, limits)
+        sql.ask(NoTables(), query, limits)
 
 
 def test_of_an_answer_only_the_rows_that_are_needed_are_computed_and_a_large_one_is_refused() -> None:
     everything = "select * from range(300000000)"
-    assert sql.result_of(NoTables(), everything, Limits(rows=201))["range"].to_pylist() == list(range(201))
+    assert sql.ask(NoTables(), everything, Limits(rows=201))["range"].to_pylist() == list(range(201))
     with pytest.raises(ValueError, match=r"^the result is larger than 1 MiB: select fewer rows or columns$"):
-        sql.result_of(NoTables(), everything, Limits(size=1 << 20))
+        sql.ask(NoTables(), everything, Limits(size=1 << 20))
 
 
 OPENING = (

@@ -10,7 +10,7 @@ async function showGroup(box, groupNumber, { sample = null, link = false, marked
   const mine = (showGroup.newest = Symbol());
   try {
     const loaded = await source.group(groupNumber);
-    if (showGroup.newest !== mine) return; // another one was asked for meanwhile
+    if (showGroup.newest !== mine) return; // another one was requested meanwhile
     if (loaded.group === undefined) throw new Error(`there is no group ${groupNumber}`);
     Object.assign(group, { shown: loaded, box, sample, marked: marked.toLowerCase() });
     const cards = el("div", { className: "cards samples" });
