@@ -15,20 +15,6 @@ if TYPE_CHECKING:
     from penstock.pipeline.config.load import Config
 
 TEMPLATE = Path(__file__).with_name("run.sbatch")
-OWN_BROKER = "$HEAD:$((10000 + SLURM_JOB_ID % 10000))"
-_BROKER = """\
-step 0 broker "$PENSTOCK" broker run --listen "0.0.0.0:${BOOTSTRAP##*:}" --advertise "$BOOTSTRAP" --stop-file "$PENSTOCK_HOME/stop" &
-broker=$!
-"""
-_END = """\
-sleep 2  # Slurm's SIGTERM ends the functions above at once, perhaps before this script has it
-[ -e "$PENSTOCK_HOME/stopping" ] || touch "$PENSTOCK_HOME/stop"  # a broker that got SIGTERM ends once no worker is connected
-await "$broker"
-"""
-_RANKS = (
-    'env MASTER_ADDR="$HEAD" MASTER_PORT=$((30000 + SLURM_JOB_ID % 2000)) '
-    "bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_STEP_NUM_TASKS exec \"$@\"' - "
-)
 
 
 def sbatch(
@@ -45,6 +31,8 @@ def sbatch(
     json: Json = False,
 ) -> None:
     """Print the script of a Slurm job that runs a configuration: rollout workers on separate nodes, all other workers on the first node."""
+    from jinja2 import Environment, StrictUndefined
+
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.runtime.registration.run_registry import usable
 
@@ -61,23 +49,12 @@ def sbatch(
     used = "".join(f" {option} {shlex.quote(str(value))}" for option, value in options.items() if value)
     gpus = Counter[int]()
     lines = list(_workers(settings, rollout_per_node, trainer_nodes, gpus))
-    most = max(gpus.values(), default=0)
-    values = {
-        "NAME": name,
-        "NODES": trainer_nodes + -(-settings.rollout.workers // rollout_per_node),
-        "GPUS": f"#SBATCH --gpus-per-node={most}\n" if most else "",
-        "GRACE": grace,
-        "COMMAND": f"penstock sbatch {shlex.quote(str(config))}{changes}{used}",
-        "CONFIG": shlex.quote(str(config)),
-        "RUN": run_id or f"{name}-$SLURM_JOB_ID",
-        "BOOTSTRAP": bootstrap or OWN_BROKER,
-        "BROKER": "" if bootstrap else _BROKER,
-        "END": "" if bootstrap else _END,
-        "RANKS": _RANKS if trainer_nodes > 1 else "",
-        "SET": changes,
-        "WORKERS": "\n".join(f"  {line}" for line in lines),
-    }
-    text = re.sub(r"@([A-Z]+)@", lambda match: str(values[match[1]]), TEMPLATE.read_text(encoding="utf-8"))
+    environment = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
+    text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        name=name, nodes=trainer_nodes + -(-settings.rollout.workers // rollout_per_node), gpus=max(gpus.values(), default=0), grace=grace,
+        command=f"penstock sbatch {shlex.quote(str(config))}{changes}{used}", config=shlex.quote(str(config)),
+        run=run_id or f"{name}-$SLURM_JOB_ID", bootstrap=bootstrap, ranks=trainer_nodes > 1, changes=changes, workers=lines,
+    )  # fmt: skip
     emit({"script": text}) if json else print(text, end="")
 
 
