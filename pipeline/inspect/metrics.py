@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from penstock.infra.mlflow.tracking import PARENT_TAG, Target
@@ -49,21 +50,21 @@ class Points:
 
     def of(self, folded: Folded, record: Record, *, source: str) -> Iterator[Line]:
         """Yield the line for a record, or nothing. `folded` is what `RunView.fold` returned for it, `source` the name of its topic."""
+        line = partial(Line, source=source, number=record.offset, timestamp_ms=record.timestamp_ms)
         if isinstance(folded, Entry) and folded.kind == "step":
             # Values whose names end in _at are times, not metrics.
             values = {f"train/{name}": value for name, value in folded.metrics.items() if not name.endswith("_at")}
-            labels = {"version": folded.version}
-            yield self._line(record, source, kind="step", step=folded.step or 0, values=values, labels=labels)
+            yield line(kind="step", step=folded.step or 0, values=values, labels={"version": folded.version})
         elif isinstance(folded, Entry) and folded.kind == "version" and folded.version is not None:
             self._published[folded.version] = record.timestamp_ms
         elif isinstance(folded, Measurement) and folded.kind == "eval":
             step = (folded.version or 0) * self._schedule.steps_per_version if folded.step is None else folded.step
             values = {f"eval/{name}": value for name, value in folded.values.items() if name not in CONSTANT}
-            yield self._line(record, source, kind="eval", step=step, values=values, labels={"version": folded.version, **folded.labels})
+            yield line(kind="eval", step=step, values=values, labels={"version": folded.version, **folded.labels})
         elif isinstance(folded, Measurement) and folded.kind in ("status", "final") and self._is_due(folded, record):
             values = {f"system/{folded.worker}/{name}": value for name, value in folded.values.items()}
             step = max(0, (record.timestamp_ms - self._created_ms) // 1000)
-            yield self._line(record, source, kind=folded.kind, step=step, values=values, labels={"worker": folded.worker})
+            yield line(kind=folded.kind, step=step, values=values, labels={"worker": folded.worker})
 
     def rewards(self, view: RunView, *, before: int) -> Iterator[Line]:
         """Yield a line with the mean reward of all scored samples for each version below `before` that has no line yet."""
@@ -92,10 +93,6 @@ class Points:
             return False
         self._sampled[source] = interval
         return True
-
-    def _line(self, record: Record, source: str, *, kind: str, step: int, values: dict[str, float], labels: dict[str, Any]) -> Line:
-        number, when = record.offset, record.timestamp_ms
-        return Line(source=source, number=number, kind=kind, timestamp_ms=when, step=step, values=values, labels=labels)
 
 
 def flatten(table: Mapping[str, Any], *, prefix: str = "") -> dict[str, str]:

@@ -151,11 +151,8 @@ def _samples(history: GroupHistory, shares_of: Mapping[int, SampleShare]) -> lis
                 "reward_error": result and result.reward_error,
                 "logged": json.loads(result.logged) if result and result.logged else None,
                 "trained": _trained(rollout, share, result) if trained else None,
-                "advantage": share and share.advantage,
                 "trained_tokens": share and share.tokens,
-                "micro_batch": share and share.micro_batch,
-                "token_weight": share and share.token_weight,
-                "weight": share and share.weight,
+                **{name: share and getattr(share, name) for name in ("advantage", "micro_batch", "token_weight", "weight")},
             }
         )
     return rows

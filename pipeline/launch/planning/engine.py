@@ -67,7 +67,7 @@ class SimulatedWorker:
         self.version = 0
         self.unfinished = 0
         """Groups of this worker without an outcome."""
-        self.busy_s = self.load_s = self.no_prompt_s = self.no_weights_s = 0.0
+        self.busy_s = 0.0
         self.row_s = 0.0
         """Sample-seconds in the engine; divided by `busy_s`, the mean batch size."""
         self.stopped = False
@@ -102,12 +102,7 @@ class SimulatedWorker:
             if self._rows:
                 yield from self._decode()
             else:
-                yield from self._idle()
-
-    def _idle(self) -> Process:
-        started_s, cause = self._world.now, "no_weights_s" if self._waiting else "no_prompt_s"
-        yield self._wake
-        setattr(self, cause, getattr(self, cause) + self._world.now - started_s)
+                yield self._wake
 
     def _decode(self) -> Process:
         """Decode until the next sample ends or `wake` is called."""
@@ -184,11 +179,9 @@ class SimulatedWorker:
 
     def _load(self) -> Process:
         """Load the newest version; the engine decodes nothing meanwhile."""
-        started_s = self._world.now
         version = self._newest()
         if self._work.load_s:
             yield self._world.timeout(self._work.load_s)
-        self.load_s += self._world.now - started_s
         self.version = version
 
     @property
@@ -282,9 +275,6 @@ class Outcome:
     """Per round, from the start of its first sample to the start of training on its first group."""
     generate_s: float
     """Time spent generating, mean over the rollout workers."""
-    load_s: float
-    no_prompt_s: float
-    no_weights_s: float
     batch: float
     """Mean batch size of a busy engine."""
     lag_mean: float
@@ -310,10 +300,8 @@ class Outcome:
             trainer_wait_s=sum(step.wait_s for step in steps), trainer_compute_s=sum(step.compute_s for step in steps),
             rollout_to_train_end_s=tuple(members[-1].ended_s - start for members, start in zip(rounds, starts, strict=True)),
             first_dispatch_s=tuple(members[0].first_group_s - start for members, start in zip(rounds, starts, strict=True)),
-            generate_s=busy / count, load_s=sum(worker.load_s for worker in workers) / count,
-            no_prompt_s=sum(worker.no_prompt_s for worker in workers) / count,
-            no_weights_s=sum(worker.no_weights_s for worker in workers) / count,
-            batch=sum(worker.row_s for worker in workers) / busy if busy else 0.0, lag_mean=statistics.fmean(lags), lag_max=max(lags),
+            generate_s=busy / count, batch=sum(worker.row_s for worker in workers) / busy if busy else 0.0,
+            lag_mean=statistics.fmean(lags), lag_max=max(lags),
             token_lag_mean=sum(step.token_lag for step in steps) / tokens, dropped=dropped, steps=tuple(steps),
         )  # fmt: skip
 
