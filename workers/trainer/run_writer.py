@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.infra import faults
 from penstock.infra.checkpoints import MANIFEST, CheckpointStore, Saving, State
-from penstock.infra.errors import LogError, LogUnreachable, Unrecoverable
+from penstock.infra.errors import CheckpointError, LogError, LogUnreachable, Unrecoverable
 from penstock.infra.log import Transactions
 from penstock.infra.paths import run_directory
 from penstock.infra.tensors.stream import expected_nbytes
@@ -94,7 +94,7 @@ class Checkpointer:
     def finish(self, *, wait: bool = True) -> None:
         """Complete the checkpoint being written, if any: commit its ledger entry and rename its folder; without `wait`, only if on disk.
 
-        Raises `CheckpointError` if it could not be written.
+        Raises `CheckpointError` if it could not be written, `Fenced` if another trainer has acquired this one's lease.
         """
         saving = self._saving
         if saving is None or not (wait or saving.ended):
@@ -106,10 +106,15 @@ class Checkpointer:
         def record(size: int) -> None:
             now = time.monotonic()
             measured = {"bytes": float(size), "write_s": now - self._started, "stall_s": stalled_s + now - waiting}
-            details = json.dumps({"manifest": ledger.digest((saving.temporary / MANIFEST).read_bytes())})
+            with saving.explained():
+                details = json.dumps({"manifest": ledger.digest((saving.temporary / MANIFEST).read_bytes())})
             self.commit("checkpoint", step=state.steps, version=state.version, digest=state.digest, metrics=measured, details=details)
 
-        size = self.store.finish(saving, record=record)
+        try:
+            size = self.store.finish(saving, record=record)
+        except CheckpointError:
+            self.session.require_lease()  # a successor deletes unfinished checkpoints
+            raise
         self.saved_steps = state.steps
         self.session.reporter.values.update(
             checkpoint_step=state.steps, checkpoint_bytes=size, checkpoint_s=time.monotonic() - self._started

@@ -1,5 +1,6 @@
 """The trainer's writer on the in-memory log: entries in a row, versions with their manifests, what others wrote among the chunks."""
 
+import shutil
 import struct
 import threading
 from collections import Counter
@@ -8,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from penstock.infra.errors import Fenced, RecordMissing, Unrecoverable
+from penstock.infra.errors import CheckpointError, Fenced, RecordMissing, Unrecoverable
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.learner import policy_trainer
 from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Weights
+from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.weights.read import fetch
 from penstock.topics import dead_letters, weights
 from penstock.topics.catalogue import topics_of
@@ -128,6 +130,27 @@ def test_there_is_one_checkpoint_of_a_step(log: MemoryLog, tmp_path: Path) -> No
     assert writer.checkpoints.saved_steps == 2
     writer.checkpoint(policy)
     assert kinds(log).count("checkpoint") == 1
+
+
+@pytest.mark.parametrize(("lease_lost", "error"), [(True, "must stop"), (False, "cannot write the checkpoint of step 1 .* No such file")])
+def test_a_checkpoint_whose_folder_vanishes_is_one_clear_error_and_that_of_the_lease_if_it_was_lost(
+    log: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lease_lost: bool, error: str
+) -> None:
+    def require_lease(_: Session) -> None:
+        if lease_lost:
+            raise Fenced("another process now writes: this process must stop")
+
+    policy, writer = writer_of(log, tmp_path)
+    writer.open_run(policy)
+    step(policy, writer)
+    writer.checkpoint(policy)
+    saving = writer.checkpoints._saving
+    assert saving is not None and saving._thread is not None
+    saving._thread.join(20)
+    shutil.rmtree(saving.temporary)
+    monkeypatch.setattr(Session, "require_lease", require_lease)
+    with pytest.raises(Fenced if lease_lost else CheckpointError, match=error):
+        writer.finish_pending()
 
 
 def test_old_versions_are_deleted_except_the_first_and_the_newest_two_whole_ones_with_what_follows(log: MemoryLog) -> None:
