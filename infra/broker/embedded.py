@@ -96,7 +96,7 @@ def start(
 
 
 def _start(files: _Files, port: int | None, listener: Listener | None, progress: Callable[[str], None]) -> BrokerInfo:
-    """Start the broker unless it runs; returns once it serves. Raises `BrokerError`."""
+    """Start the broker unless it runs; returns once it accepts connections. Raises `BrokerError` if it runs at another port."""
     start_s = time.monotonic()
     files.log.parent.mkdir(parents=True, exist_ok=True)
     access.started.add(files.directory)
@@ -106,11 +106,12 @@ def _start(files: _Files, port: int | None, listener: Listener | None, progress:
                 raise BrokerError(f"a broker for {files.home} already runs as process {pid}: stop it first with `penstock broker stop`")
             last_ports = access.remembered_ports(files.directory)
             if last_ports is None or port not in (None, last_ports.client):
-                raise BrokerError(f"a broker for {files.home} already runs at another port: stop it first with `penstock broker stop`")
+                where = f"at port {last_ports.client}" if last_ports else f"as process {pid}, at an unknown port"
+                raise BrokerError(f"a broker for {files.home} already runs {where}: stop it first with `penstock broker stop`")
             if _await_ready(files, last_ports.client):
                 return files.info(started_s=0.0)
             progress("the broker that ran has just ended")
-        process.end(files.fencing, timeout_s=0.0)  # left by a killed start
+        process.end(files.fencing, timeout_s=0.0)  # the temporary broker of a start that was killed
         risk = _launch(files, access.choose_ports(files.directory, port, listener), listener, progress)
         return files.info(started_s=time.monotonic() - start_s, risk=risk)
 
@@ -122,7 +123,7 @@ def stop(home: Path | None = None) -> bool:
         return False
     access.started.discard(files.directory)
     with process.locked(files.directory / "lock", waiting=lambda: None):
-        process.end(files.fencing, timeout_s=0.0)  # left by a killed start
+        process.end(files.fencing, timeout_s=0.0)  # the temporary broker of a start that was killed
         if process.running(files.pid_file) is None:
             files.pid_file.unlink(missing_ok=True)
             return False

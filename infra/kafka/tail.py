@@ -302,7 +302,7 @@ class OffsetReader:
         return [records[offset] for offset in offsets]
 
     def fetch(self, partition: Partition, offsets: Sequence[int], *, timeout_s: float) -> dict[int, Record]:
-        """Return offset -> committed record for these ascending offsets, without those that have none."""
+        """Return offset -> committed record; offsets (ascending) without a committed record are left out."""
         if not offsets:
             return {}
         deadline = time.monotonic() + timeout_s

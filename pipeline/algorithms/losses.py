@@ -149,9 +149,10 @@ def gspo_loss(
 ) -> tuple[torch.Tensor, Sums]:
     """GSPO (arXiv 2507.18071): PPO's surrogate with s, the geometric mean of a sequence's token ratios, instead of each token's ratio.
 
-    In the paper's token form: value s, gradient s * grad logprob of the token, so that the mean over a sequence's tokens (`sequence_mean`)
-    is -min(s A, clip(s) A) in value and gradient, and other aggregations and advantages per token are defined too. A clipped sequence has
-    no gradient. Clip ranges apply to s, which is far closer to 1 than a token's ratio. Shapes as in `policy_loss`.
+    As in the paper's GSPO-token, each token's ratio has the value s and the gradient s * grad logprob of the token. So the mean over a
+    sequence's tokens (`sequence_mean`) is -min(s A, clip(s) A) in value and gradient, and advantages may differ between tokens. Where the
+    clipped term is the minimum, the whole sequence has no gradient. Clip ranges apply to s, which is far closer to 1 than a token's ratio.
+    Shapes as in `policy_loss`.
     """
     shared = mean_log_ratio(logprobs, proximal_logprobs, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).detach()
     log_ratios = torch.where(mask, shared + (logprobs - logprobs.detach()), 0.0)

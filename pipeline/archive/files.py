@@ -134,7 +134,7 @@ class Archive:
         except OSError as error:
             raise ValueError(f"{path}: cannot read it: {error.strerror}") from error
         if len(data) > NOTE_BYTES:
-            raise ValueError(f"{path} is larger than {NOTE_BYTES:,} bytes: it is not the note of an export")
+            raise ValueError(f"{path} is larger than {NOTE_BYTES:,} bytes: it is not what an export writes there")
         try:
             return note_of(data)
         except ValueError as error:

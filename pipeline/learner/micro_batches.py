@@ -72,7 +72,7 @@ class TokenSequence:
 
 
 def untrainable(group: Group, *, vocabulary: int | None) -> str | None:
-    """The reason why a group with a valid record cannot be trained on; None if it can."""
+    """The reason why a group cannot be trained on although its record could be decoded; None if it can."""
     if not len(group.prompt_ids):
         return "the prompt is empty"
     rollouts = [sample.rollout for sample in group.samples]

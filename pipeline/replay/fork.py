@@ -97,7 +97,7 @@ def _config(recording: Recording, step: int, overrides: Sequence[str]) -> Config
                 "remove this option, or fork with --from-step 0"
             )
         if key == "run.epochs":
-            raise ConfigError(f"--set {text}: a fork starts within the data; set run.steps=N instead")
+            raise ConfigError(f"--set {text}: a fork starts in the middle of an epoch; set the number of its steps: --set run.steps=N")
     remaining, has_steps = recording.planned_steps - step, any(text.partition("=")[0].strip() == "run.steps" for text in overrides)
     if remaining < 1 and not has_steps:
         ways = "fork earlier with --from-step S, or give the fork steps with --set run.steps=N"

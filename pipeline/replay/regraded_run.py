@@ -227,4 +227,4 @@ def _earlier(origin: dict[str, Any] | None, past: Past) -> dict[str, Any] | None
 
 def _require_near(training: Step, floor: float) -> None:
     if rules.too_far_off(training.ess, floor=floor):
-        raise TooFarOff(f"has an effective sample size of {training.ess:.2f}, below the floor {floor:g}")
+        raise TooFarOff(f"has an effective sample size of {training.ess:.2f}, below the minimum of {floor:g}")

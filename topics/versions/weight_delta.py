@@ -133,10 +133,12 @@ def code_gaps(gaps: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
 
 
 def positions_of(coded: Buffer, width: int) -> npt.NDArray[np.int64]:
-    """Decode ascending positions from the gaps that `code_gaps` has coded.
+    """Decode ascending positions from the gaps that `code_gaps` has coded, in codes of `width` bytes.
+
+    A gap is the number of positions in between; the largest code means that many, and the gap continues in the next code.
 
     Example:
-        positions_of(bytes([3, 255, 45]), 1)  # -> [3, 304]
+        positions_of(bytes([3, 255, 45]), 1)  # gaps 3 and 255 + 45 -> [3, 304]
     """
     codes = np.frombuffer(coded, dtype=f"<u{width}")
     present = codes != _largest(width)

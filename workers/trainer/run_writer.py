@@ -294,10 +294,10 @@ class RunWriter:
             self._delete_old_chunks()
 
     def _delete_old_chunks(self) -> None:
-        """Delete the chunks that no version in use needs; a refusal by the broker is only logged."""
+        """Delete the chunks that neither a worker nor a resume from a checkpoint can need; a refusal by the broker is only logged."""
         per_version = self.session.schedule.steps_per_version
         store = self.checkpoints.store
-        steps = store.steps() if store is not None and per_version > 1 else []  # a snapshot within a version is read again
+        steps = store.steps() if store is not None and per_version > 1 else []  # a resume between two versions reads the earlier one
         needed = {rules.version_after(done, steps_per_version=per_version) for done in steps} & self.state.manifests.keys()
         every = self.session.config.weights.anchor_every
         before = deletable(self.state.manifests, ends=self._gaps.ends, every=every, needed=needed)
@@ -321,7 +321,7 @@ class RunWriter:
             self._publish_again(content, published)
 
     def _publish_again(self, content: Weights, published: Manifest) -> None:
-        """Send a published version again as a full snapshot; its new manifest has the same digest and new offsets."""
+        """Send a version whose chunks are lost again, as a full snapshot; its new manifest has the same digest and the new offsets."""
         version, manifests = published.version, self.state.manifests
         publication = self._publisher.start(content, version=version, step=published.step, manifests=manifests, full=True)
         manifest = self._publisher.finish(publication)

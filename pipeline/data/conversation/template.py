@@ -318,7 +318,7 @@ def _placeholders(completion: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _without_tools(messages: list[dict[str, Any]], tools: Tools | None) -> list[dict[str, Any]]:
-    """Return the messages for a template without tools: they are described in the first message, calls and results are text."""
+    """Return the messages for a template that does not support tools: the first message describes the tools, calls and results are text."""
     made = [_as_text(message) for message in messages]
     if tools:
         described = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))

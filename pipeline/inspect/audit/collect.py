@@ -68,7 +68,7 @@ def _opening(source: Source) -> tuple[dict[str, Any], dict[str, Any]]:
             if entry.kind == "run-opened":
                 details = as_object(entry.details)
                 return details.get("config", {}), details.get("info", {})
-    raise Unreadable(f"run {source.run} cannot be audited: neither its registration nor its ledger has the configuration")
+    raise Unreadable(f"run {source.run} cannot be audited: neither its registration nor its ledger has its configuration")
 
 
 def _run_records(source: Source, topic: str) -> list[runs.RunRecord]:

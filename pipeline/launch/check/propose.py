@@ -235,4 +235,4 @@ def _text(model: str, data: str, functions: Sequence[str], inputs: Inputs, *, en
         lr=5e-4 if count < 10**7 else 1e-5 if count < 10**9 or rank else 1e-6,
         taken=0 if fitting is None or inputs.shape is None else estimates(fitting, inputs.shape, gpu=True)[0].gpu,
     )  # fmt: skip
-    return re.sub(r"^(.*?)\t", lambda value: f"{value[1]:<36}", text, flags=re.MULTILINE)
+    return re.sub(r"^(.*?)\t", lambda value: f"{value[1]:<35} ", text, flags=re.MULTILINE)
