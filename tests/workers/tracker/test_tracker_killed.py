@@ -17,6 +17,7 @@ import pytest
 
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.mlflow import uploader
+from penstock.infra.paths import state_path
 from penstock.pipeline.config.load import from_json
 from penstock.pipeline.inspect.metrics import Line, Points
 from penstock.pipeline.inspect.run_view import RunView
@@ -97,8 +98,11 @@ def story(broker: str, run_id: str, tmp_path: Path) -> Iterator[Callable[..., St
         logs.append(log)
         log.create_topics({RUNS_SPEC.name: RUNS_SPEC})
         log.create_topics(topics_of(run_id, partitions=1))
+        home = tmp_path / "state"
+        home.mkdir()
+        (home / "broker").symlink_to(state_path() / "broker")  # with the broker's password
         builder = RecordBuilder(run_id, steps=steps, created_s=time.time() - 3600, config=config)
-        return Story(log, run_id, tmp_path / "state", list(builder.whole()))
+        return Story(log, run_id, home, list(builder.whole()))
 
     yield begin
     for log in logs:
