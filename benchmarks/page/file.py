@@ -20,7 +20,8 @@ import numpy as np
 
 from benchmarks.support.command import parser_of, with_numbers
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.inspect.web.build import Limits, build, write
+from penstock.infra.paths import write_complete
+from penstock.pipeline.inspect.web.build import Limits, build
 from penstock.topics import groups, ledger, metrics, prompts, rollouts, runs
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.groups import Group, ScoredSample
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str]) -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         path = chosen.out or Path(folder) / "page.html"
-        write(page, path)
+        write_complete(path, page.html)
         opens = [opened(path) for _ in range(chosen.opens)]
     if opens:
         figures |= {f"{name}_median": round(statistics.median(each[name] for each in opens), 1) for name in opens[0]}

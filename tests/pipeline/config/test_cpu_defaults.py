@@ -1,9 +1,10 @@
 """What a processor decides: the trainer's threads, together with the model's size and never the schedule, and its number format."""
 
-import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from penstock.infra.backends.hardware import Cpu
 from penstock.pipeline.config.load import Config, from_json, load, to_json, trainer_threads, with_cpu_defaults
@@ -32,9 +33,7 @@ def test_a_small_model_gets_one_thread_and_another_half_of_the_cores(
 def model_of(directory: Path, **shapes: list[int]) -> str:
     """A model of two files whose tensors have these shapes."""
     for number, part in enumerate((list(shapes)[::2], list(shapes)[1::2])):
-        tensors = {name: {"dtype": "F32", "shape": shapes[name], "data_offsets": [0, 0]} for name in part}
-        header = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
-        (directory / f"model-{number}.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        save_file({name: np.zeros(shapes[name], np.uint8) for name in part}, directory / f"model-{number}.safetensors")
     return str(directory)
 
 
