@@ -31,9 +31,8 @@ def sbatch(
     json: Json = False,
 ) -> None:
     """Print the script of a Slurm job that runs a configuration: rollout workers on separate nodes, all other workers on the first node."""
-    from jinja2 import Environment, StrictUndefined
-
     from penstock.infra.errors import ConfigError
+    from penstock.infra.templates import rendered
     from penstock.pipeline.runtime.registration.run_registry import usable
 
     settings = loaded(config, overrides)
@@ -49,12 +48,12 @@ def sbatch(
     used = "".join(f" {option} {shlex.quote(str(value))}" for option, value in options.items() if value)
     gpus = Counter[int]()
     lines = list(_workers(settings, rollout_per_node, trainer_nodes, gpus))
-    environment = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
-    text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        name=name, nodes=trainer_nodes + -(-settings.rollout.workers // rollout_per_node), gpus=max(gpus.values(), default=0), grace=grace,
-        command=f"penstock sbatch {shlex.quote(str(config))}{changes}{used}", config=shlex.quote(str(config)),
-        run=run_id or f"{name}-$SLURM_JOB_ID", bootstrap=bootstrap, ranks=trainer_nodes > 1, changes=changes, workers=lines,
-    )  # fmt: skip
+    values = {
+        "name": name, "nodes": trainer_nodes + -(-settings.rollout.workers // rollout_per_node), "gpus": max(gpus.values(), default=0),
+        "grace": grace, "command": f"penstock sbatch {shlex.quote(str(config))}{changes}{used}", "config": shlex.quote(str(config)),
+        "run": run_id or f"{name}-$SLURM_JOB_ID", "bootstrap": bootstrap, "ranks": trainer_nodes > 1, "changes": changes, "workers": lines,
+    }  # fmt: skip
+    text = rendered(TEMPLATE, values)
     emit({"script": text}) if json else print(text, end="")
 
 

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-
 from penstock.infra.errors import ConfigError
+from penstock.infra.templates import rendered
 from penstock.topics.wire.visible import visible
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
@@ -96,18 +95,17 @@ def evaluation_results(facts: Predicate) -> Iterable[dict[str, Any]]:
 
 
 def _body(facts: Predicate) -> str:
-    environment = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
-    environment.filters |= {"cell": _cell, "code": code, "evaluation": _evaluation, "json": json.dumps}
     columns, changes = ("name", "source", "context", "rows", "digest"), ("what", "before", "after")
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        facts,
-        data_rows=[
+    values = {
+        **facts,
+        "data_rows": [
             [*(each.get(key) or "unknown" for key in columns), licence or "unknown"]
             for each, licence in zip(facts["data"], facts["licences"]["data"], strict=True)
         ],
-        change_rows=[[change.get(key) for key in changes] for change in facts["changed"]],
-        counts=list(_counts(facts)),
-    )
+        "change_rows": [[change.get(key) for key in changes] for change in facts["changed"]],
+        "counts": list(_counts(facts)),
+    }
+    return rendered(TEMPLATE, values, filters={"cell": _cell, "code": code, "evaluation": _evaluation, "json": json.dumps})
 
 
 def _counts(facts: Predicate) -> Iterator[tuple[str, int, str]]:

@@ -10,10 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-
 from penstock.infra.backends.hardware import this_cpu, visible_gpus
 from penstock.infra.errors import WrongBuild
+from penstock.infra.templates import rendered
 from penstock.infra.tensors.parameter_count import parameters
 from penstock.pipeline.config.fields import absolute_source, is_hub_name, local_model
 from penstock.pipeline.config.load import Config, ConfigError, from_table, with_device_defaults
@@ -226,13 +225,12 @@ def _text(model: str, data: str, functions: Sequence[str], inputs: Inputs, *, en
     `fitting` has the values that follow from the memory of the GPUs. In the template a tab separates a value and its reason.
     """
     count, rank = inputs.count or UNKNOWN, 0 if fitting is None else fitting.trainer.lora_rank
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    environment.filters |= {"json": partial(json.dumps, ensure_ascii=False), "size": size}
-    text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        of=inputs, model=model, data=data, functions=list(functions), engine=engine, vllm=engine == "vllm", fitting=fitting, rank=rank,
-        completion_room=inputs.completion_room, completion_use=inputs.completion_use,
-        name=re.sub(r"[^a-z0-9]+", "-", Path(model).name.lower()).strip("-")[:24] or "run", utilization=UTILIZATION,
-        lr=5e-4 if count < 10**7 else 1e-5 if count < 10**9 or rank else 1e-6,
-        taken=0 if fitting is None or inputs.shape is None else estimates(fitting, inputs.shape, gpu=True)[0].gpu,
-    )  # fmt: skip
+    values = {
+        "of": inputs, "model": model, "data": data, "functions": list(functions), "engine": engine, "vllm": engine == "vllm",
+        "fitting": fitting, "rank": rank, "completion_room": inputs.completion_room, "completion_use": inputs.completion_use,
+        "name": re.sub(r"[^a-z0-9]+", "-", Path(model).name.lower()).strip("-")[:24] or "run", "utilization": UTILIZATION,
+        "lr": 5e-4 if count < 10**7 else 1e-5 if count < 10**9 or rank else 1e-6,
+        "taken": 0 if fitting is None or inputs.shape is None else estimates(fitting, inputs.shape, gpu=True)[0].gpu,
+    }  # fmt: skip
+    text = rendered(TEMPLATE, values, filters={"json": partial(json.dumps, ensure_ascii=False), "size": size})
     return re.sub(r"^(.*?)\t", lambda value: f"{value[1]:<35} ", text, flags=re.MULTILINE)
