@@ -103,7 +103,9 @@ LEAST_CHANGE = 0.01
 
 def headline(report: Mapping[str, Any]) -> list[str]:
     """Return the summary sentences of a report; the first one is about whether the run learned."""
-    return [learned(report), *(f"{step[0].upper()}{step[1:]}." for step in next_steps(report))]
+    names = ", ".join(dict.fromkeys(str(change["what"]) for change in report.get("changed") or ()))
+    changed = f"Changed while the run was stopped: {names}. Rewards before and after may not be comparable."
+    return [learned(report), *([changed] if names else []), *(f"{step[0].upper()}{step[1:]}." for step in next_steps(report))]
 
 
 def learned(report: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.pipeline.inspect.report.formats import BARS, duration, sparkline
+from penstock.pipeline.inspect.report.headline import headline
 from penstock.pipeline.inspect.report.summary import summarise
 from penstock.pipeline.inspect.report.text import as_text, episodes_lines
 from penstock.pipeline.inspect.run_status import tenth
@@ -305,6 +306,9 @@ def test_a_run_with_every_kind_of_trouble_is_told_on_one_screen_with_each_of_the
     ):  # fmt: skip
         assert piece in text, piece
     assert "not evaluated yet" in as_text({**troubled, "evaluates": True})
+    changed = "Changed while the run was stopped: reward rew.py:score. Rewards before and after may not be comparable."
+    assert changed in headline(troubled)  # of a page and a notebook
+    assert not [line for line in headline(report) if "Changed" in line]
 
 
 def test_a_stopped_run_says_how_to_resume_it(report: dict[str, Any]) -> None:
