@@ -67,9 +67,9 @@ def recent_steps(view: RunView) -> list[StepFacts]:
     return [view.steps[number] for number in sorted(view.steps) if view.steps[number].time_s > since]
 
 
-def trainer_waiting_ratio(view: RunView, steps: Sequence[StepFacts] = (), *, whole: bool = False) -> float | None:
-    """Return the share of time (0 to 1) that the trainer waited, in the last of `steps` or in the `whole` run; None if unknown."""
-    if whole:
+def trainer_waiting_ratio(view: RunView, steps: Sequence[StepFacts] | None = None) -> float | None:
+    """Return the share of time (0 to 1) that the trainer waited, in the last of `steps` or in the whole run; None if unknown."""
+    if steps is None:
         lasted_s, waited_s = trainer_time(view)
         return waited_s / lasted_s if lasted_s else None
     if not steps:
@@ -102,9 +102,9 @@ def bottleneck(view: RunView, *, whole: bool = False) -> Bottleneck | None:
     generation), if one of them is busy. If neither is, rollout and training wait for each other, unless rollout workers wait for prompts
     that the feeder could admit.
     """
-    steps = [] if whole else recent_steps(view)
-    waiting = trainer_waiting_ratio(view, steps, whole=whole)
-    if waiting is None or (not whole and (has_ended(view) or len(steps) < LEAST_STEPS)):
+    steps = None if whole else recent_steps(view)
+    waiting = trainer_waiting_ratio(view, steps)
+    if waiting is None or (steps is not None and (has_ended(view) or len(steps) < LEAST_STEPS)):
         return None
     if waiting < SELDOM:
         return _named("trainer", f"it waits {waiting:.0%} of its time")

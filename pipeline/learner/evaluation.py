@@ -199,7 +199,7 @@ class Evaluator:
         """Pass the completions of one prompt to the reward functions, unless its environment failed."""
         row, (text, _) = self.rows[index]
         if cause := next((cause for completion in completions if (cause := cause_of(getattr(completion, "turns", None)))), None):
-            self._lost(index, [f"its environment failed: {cause}"] * len(completions))
+            self._lost(index, [f"its environment failed: {cause}"])
             return
         token_ids = [generated(completion).tolist() for completion in completions]
         texts, step = [self.decoder.decode(ids) for ids in token_ids], version * self.config.schedule.steps_per_version
@@ -264,6 +264,6 @@ class Evaluator:
         return scores
 
     def _lost(self, index: int, reasons: Iterable[str]) -> None:
-        """Count completions of a prompt without a reward, one for each reason; the first of each cause is logged."""
+        """Log reasons why completions of a prompt have no reward, unless one of the same cause was logged before."""
         for reason in self.missing.add(index, reasons):
             self.notify(f"no reward for a completion of held-out prompt {index}: {reason}; others of this cause are only counted")

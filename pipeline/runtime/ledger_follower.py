@@ -122,7 +122,7 @@ class LedgerFollower:
         self.state.apply_usable(self._tail.poll(timeout_s))
 
     def catch_up(self) -> None:
-        """Apply every record up to the current end offsets."""
+        """Apply every record up to the current end offsets. Raises `LogError` if none arrives although there are more."""
         self.state.apply_usable(read_to_current_end(self._log, self._tail))
 
     def close(self) -> None:

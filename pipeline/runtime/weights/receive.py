@@ -59,7 +59,7 @@ def _read_manifests(log: Log, at: Partition, state: LedgerState) -> int:
     """
     start, end = log.beginning_offsets([at])[at], log.end_offsets([at])[at]
     span, ledger_state = NEAR, LedgerState(state.run)
-    ledger_state.apply_usable(list(between(log, at, start, min(end, start + FIRST), fetch_bytes=FETCH_BYTES)))
+    ledger_state.apply_usable(between(log, at, start, min(end, start + FIRST), fetch_bytes=FETCH_BYTES))
     origin = ledger_state.manifests.get(0)
     while origin is not None and end - start > 2 * span:
         records = list(between(log, at, end - span, end, fetch_bytes=FETCH_BYTES))

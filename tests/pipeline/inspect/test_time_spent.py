@@ -109,7 +109,7 @@ def test_whoever_tells_how_long_the_trainer_waited_tells_the_same(uses: dict[str
     records = [*builder.start(), builder.entry("step", step=0, version=0, metrics={"compute_s": computed})]
     view = view_of([*records, builder.measured_by("trainer", "final", uptime_s=sum(uses.values()), **uses)])
     report = summarise(view)
-    time, share = report["time"], trainer_waiting_ratio(view, whole=True)
+    time, share = report["time"], trainer_waiting_ratio(view)
     assert time["trainer_waiting_ratio"] == share
     if share is not None:
         shown = report["time_spent"]["trainer"]["shares"]
