@@ -1,4 +1,4 @@
-"""Defaults that depend on the device: the table in docs/how-to/operations.md is that of the code. As a script, this file rewrites it."""
+"""Defaults that depend on the device: the table in docs/how-to/gpus.md is that of the code. As a script, this file rewrites it."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from penstock.pipeline.config.load import DEVICE_DEFAULTS, ConfigError, from_jso
 from penstock.pipeline.runtime.sampling import request_of
 from tests.support.strategies import a_prompt
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "operations.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "gpus.md"
 BEGIN, END = "<!-- device defaults -->\n", "<!-- /device defaults -->"
 
 
