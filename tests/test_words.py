@@ -41,7 +41,7 @@ BUDGETS = {
     r"place|places": 54,
     r"says|said|say": 19,
     r"asks|asked|ask": 23,
-    r"answer|answers|answered": 230,
+    r"answer|answers|answered": 228,
     r"dies|died|die|dead": 2,
     r"judge|judged|judges": 2,
     r"stood|stands": 0,
