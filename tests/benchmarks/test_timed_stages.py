@@ -77,6 +77,6 @@ def test_a_table_replaces_the_one_between_its_comments_only(tmp_path: Path) -> N
     page = tmp_path / "page.md"
     page.write_text("a\n<!-- x -->\nold\n<!-- /x -->\nb\n")
     pages.replace_table("x", pages.markdown(["n", "v"], [["one", json.dumps(1)]]), page=page)
-    assert page.read_text() == "a\n<!-- x -->\n| n | v |\n|---|--:|\n| one | 1 |\n<!-- /x -->\nb\n"
+    assert page.read_text() == "a\n<!-- x -->\n|n|v|\n|---|--:|\n|one|1|\n<!-- /x -->\nb\n"
     with pytest.raises(SystemExit, match="found 0"):
         pages.replace_table("y", "", page=page)

@@ -14,10 +14,10 @@ def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table; the first column is text, the others are numbers.
 
     Example:
-        markdown(["a", "b"], [["x", "1"]])  # -> "| a | b |\n|---|--:|\n| x | 1 |"
+        markdown(["a", "b"], [["x", "1"]])  # -> "|a|b|\n|---|--:|\n|x|1|"
     """
     lines = [list(heads), *rows]
-    body = [f"| {' | '.join(cells)} |" for cells in lines]
+    body = [f"|{'|'.join(cells)}|" for cells in lines]
     return "\n".join([body[0], "|---" + "|--:" * (len(heads) - 1) + "|", *body[1:]])
 
 

@@ -1,6 +1,6 @@
 """The table in docs/explanation/algorithms.md of what an empty `[algorithm]` comes to, for every loss, schedule and number format.
 
-`python tests/pipeline/algorithms/test_defaults_table.py` rewrites it.
+`make format` rewrites it.
 """
 
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from docs.generate import table
 from penstock.pipeline.algorithms.registry import LOSSES
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.config.run_config import Config
@@ -50,20 +51,15 @@ def merged() -> list[list[str]]:
     return [[_names(losses), _names(modes), *rest] for (modes, *rest), losses in by_losses.items()]
 
 
-def table() -> str:
-    lines = [HEAD, ["---"] * len(HEAD), *merged()]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
 def _names(names: Any) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
 def test_the_table_of_defaults_in_the_docs_is_what_the_code_resolves() -> None:
     written = DOCS.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    assert written == table(), f"rewrite it with: python {Path(__file__).relative_to(DOCS.parents[1])}"
+    assert written == table(HEAD, *merged()), "rewrite it with: make format"
 
 
 if __name__ == "__main__":
     before, _, rest = DOCS.read_text(encoding="utf-8").partition(BEGIN)
-    DOCS.write_text(before + BEGIN + table() + END + rest.partition(END)[2], encoding="utf-8")
+    DOCS.write_text(before + BEGIN + table(HEAD, *merged()) + END + rest.partition(END)[2], encoding="utf-8")

@@ -1,10 +1,11 @@
-"""Defaults that depend on the device: the table in docs/how-to/gpus.md is that of the code. As a script, this file rewrites it."""
+"""Defaults that depend on the device: the table in docs/how-to/gpus.md is that of the code. `make format` rewrites it."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from docs.generate import table
 from penstock.pipeline.config.load import DEVICE_DEFAULTS, ConfigError, from_json, load, to_json, with_device_defaults
 from penstock.pipeline.runtime.sampling import request_of
 from tests.support.strategies import a_prompt
@@ -20,13 +21,13 @@ def parts() -> tuple[str, str, str]:
 
 
 def as_markdown() -> str:
-    lines = ["| key | on a CPU | on a GPU | why |", "|---|---|---|---|"]
+    rows = []
     for default in DEVICE_DEFAULTS:
         section = default.key.partition(".")[0]
         only = f", with `{section}.{default.only[0]} = {_toml(default.only[1])}`" if default.only else ""
         only += f", without `{section}.{default.unless[0]} = {_toml(default.unless[1])}`" if default.unless else ""
-        lines.append(f"| `{default.key}` | `{_toml(default.cpu)}` | `{_toml(default.gpu)}`{only} | {default.why} |")
-    return "\n".join(lines) + "\n"
+        rows.append((f"`{default.key}`", f"`{_toml(default.cpu)}`", f"`{_toml(default.gpu)}`{only}", default.why))
+    return table(("key", "on a CPU", "on a GPU", "why"), *rows)
 
 
 def _toml(value: Any) -> str:
