@@ -142,8 +142,7 @@ def compute(tables: Mapping[str, Source], setup: Sequence[str], query: str, limi
 
     Raises `ValueError` if DuckDB refuses the query, it is not one read-only statement, or a limit is exceeded.
     """
-    process = _take()
-    try:
+    with contextlib.closing(_take()) as process:
         for table in tables.values():
             rest = table.rest if isinstance(table, Stored) else table
             with pa.ipc.new_stream(process.rows, rest.schema) as stream:
@@ -170,8 +169,6 @@ def compute(tables: Mapping[str, Source], setup: Sequence[str], query: str, limi
         _raise_for(process.popen.returncode, process.problem.read().decode("utf-8", "replace").strip())
         process.result.seek(0)
         return pa.ipc.open_stream(process.result).read_all()
-    finally:
-        process.close()
 
 
 def _wait(process: "subprocess.Popen[bytes]", limits: Limits) -> None:

@@ -87,16 +87,14 @@ def _written_since(log: Log, run: str, limit_s: float) -> bool:
 
 def _active_worker(log: Log, run: str) -> str | None:
     """Return a worker that sends a status record within `WATCHED_S`; None if none does. Clocks of other machines do not matter."""
-    tail, end = log.tail({(topic_name(run, "metrics"), 0): "latest"}), time.monotonic() + WATCHED_S
-    try:
+    with contextlib.closing(log.tail({(topic_name(run, "metrics"), 0): "latest"})) as tail:
+        end = time.monotonic() + WATCHED_S
         while time.monotonic() < end:
             for record in tail.poll(0.5):
                 with contextlib.suppress(Unusable):
                     headers = metrics.check(record, run=run)
                     if headers.outcome != "final":
                         return headers.worker
-    finally:
-        tail.close()
     return None
 
 

@@ -62,8 +62,7 @@ def follow(
 ) -> Iterator[Exported]:  # fmt: skip
     """Export repeatedly until the run is closed and a round exports nothing; yield the result of each round. Raises as `export`."""
     start, closed = time.monotonic(), False
-    tail = log.tail({(f"{run}.ledger", 0): "earliest"})
-    try:
+    with contextlib.closing(log.tail({(f"{run}.ledger", 0): "earliest"})) as tail:
         while True:
             done = export(log, run, directory, topics=topics, backup=backup, notify=notify)
             yield done
@@ -72,8 +71,6 @@ def follow(
             pause_s = min(MOST_PAUSE_S, max(LEAST_PAUSE_S, (time.monotonic() - start) / 10))
             if closed or (closed := _closes_within(tail, run, pause_s)):
                 time.sleep(SETTLE_S)
-    finally:
-        tail.close()
 
 
 def _closes_within(tail: Tail, run: str, seconds: float) -> bool:

@@ -5,6 +5,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
+from contextlib import closing
 from decimal import Decimal
 from typing import Any, TextIO, TypeAlias, cast
 
@@ -137,13 +138,10 @@ class LiveTables:
         count = self.log.partitions(topic) or 0
         partitions = [(topic, partition) for partition in range(count) if kind_of(kind.topic, partition) is kind]
         starts, ends = self.log.beginning_offsets(partitions), self.log.end_offsets(partitions)
-        reader = BulkReader(self.log.connection)
-        try:
+        with closing(BulkReader(self.log.connection)) as reader:
             blocks = [
                 table for tp in partitions for table, _ in read_tables(reader, kind, tp[1], run=self.run, first=starts[tp], end=ends[tp])
             ]
-        finally:
-            reader.close()
         return pa.concat_tables(blocks) if blocks else kind.schema.empty_table()
 
 
@@ -230,12 +228,9 @@ def deleted_records(tables: Tables, query: str) -> list[str]:
 def views(steps: pa.Schema = STEPS) -> dict[str, list[tuple[str, str]]]:
     """Return view or table -> its (column, type) pairs; `steps` are the columns of the run's steps, including metrics."""
     tables = _tables(None, set()) | {_own("steps"): pa.Table.from_batches([], schema=steps)}
-    connection = filled(tables.items(), _SETUP)
-    try:
+    with filled(tables.items(), _SETUP) as connection:
         names = [*VIEWS, *(name for name in TABLES if name not in VIEWS), *ALIASES, *(f"raw.{name}" for name in RAW if name not in ALIASES)]
         return {name: [(row[0], row[1]) for row in connection.execute(f"describe from {name}").fetchall()] for name in names}
-    finally:
-        connection.close()
 
 
 def _named(query: str) -> set[str]:

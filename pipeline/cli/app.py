@@ -226,13 +226,9 @@ def refuse_unseen(words: Sequence[str]) -> None:
 @contextlib.contextmanager
 def checked_output() -> Iterator[None]:
     """Make failed writes to standard output raise `OutputError`; a closed pipe still raises `BrokenPipeError`."""
-    before = sys.stdout
-    sys.stdout = _Checked(before)  # type: ignore[assignment]
-    try:
+    with contextlib.redirect_stdout(_Checked(sys.stdout)):  # type: ignore[type-var]
         yield
         sys.stdout.flush()
-    finally:
-        sys.stdout = before
 
 
 class OutputError(OSError):

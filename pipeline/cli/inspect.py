@@ -5,6 +5,7 @@ import shutil
 import sys
 import textwrap
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -85,14 +86,10 @@ def _follow(run: str, bootstrap: str, security: list[str] | None, *, json: bool)
 
     if json:
         raise ConfigError("--follow and --json cannot be combined; give one of them")
-    with on_broker(run, bootstrap, security) as (log, run_id):
-        view = LiveView(log, run_id, console=Terminal(), plain=False)
-        try:
-            view.poll(0.0)
-            while not has_ended(view.view):
-                view.poll(FOLLOW_S)
-        finally:
-            view.close()
+    with on_broker(run, bootstrap, security) as (log, run_id), closing(LiveView(log, run_id, console=Terminal(), plain=False)) as view:
+        view.poll(0.0)
+        while not has_ended(view.view):
+            view.poll(FOLLOW_S)
 
 
 def graph(mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a Mermaid flow chart.")] = False, json: Json = False) -> None:

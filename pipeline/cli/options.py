@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -83,13 +83,10 @@ def connected(
     """
     from penstock.pipeline.launch.broker_keeper import connect
 
-    log = connect(bootstrap, security, notify=notify, start=start, wait_s=wait_s)
-    if not attends:
-        log.wait_out(OUTAGE_TIMEOUT_S, notify=notify)
-    try:
+    with closing(connect(bootstrap, security, notify=notify, start=start, wait_s=wait_s)) as log:
+        if not attends:
+            log.wait_out(OUTAGE_TIMEOUT_S, notify=notify)
         yield log
-    finally:
-        log.close()
 
 
 def at(bootstrap: str, security: list[str] | None, *, attends: bool = False, start: bool = False) -> AbstractContextManager["KafkaLog"]:

@@ -24,7 +24,6 @@ def stop_requested() -> Iterator[threading.Event]:
     A signal that the parent process had set to be ignored (`nohup`, `&` in a script) stays ignored.
     """
     stop = threading.Event()
-    before: dict[signal.Signals, Any] = {}
     first: list[float] = []
 
     def handle(number: int, _frame: object) -> None:
@@ -34,27 +33,20 @@ def stop_requested() -> Iterator[threading.Event]:
             first.append(time.monotonic())
             set_in_handler(stop)
 
-    if threading.current_thread() is threading.main_thread():
-        keep_ignored_here()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if not is_ignored(number):
-                before[number] = signal.signal(number, handle)
-    try:
+    with contextlib.ExitStack() as restored:
+        if threading.current_thread() is threading.main_thread():
+            keep_ignored_here()
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if not is_ignored(number):
+                    restored.callback(signal.signal, number, signal.signal(number, handle))
         yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
     """In the block, discard output instead of raising once the terminal or pipe of stdout and stderr is closed."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (_Lasting(stream) for stream in before)  # type: ignore[assignment]
-    try:
+    with contextlib.redirect_stdout(_Lasting(sys.stdout)), contextlib.redirect_stderr(_Lasting(sys.stderr)):  # type: ignore[type-var]
         yield
-    finally:
-        sys.stdout, sys.stderr = before
 
 
 def silence(stream: TextIO) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -142,15 +143,12 @@ def resample(log: Log, run: str, request: ResampleRequest, *, notify: Callable[[
             )
     total = sum(map(len, by_version.values()))
     notify(f"regenerating {total} samples of {len(prompts)} groups under {len(by_version)} versions: loading the engine")
-    engine = make_engine(config)
-    try:
+    with closing(make_engine(config)) as engine:
         for version, recorded_samples in sorted(by_version.items()):
             notify(f"version {version}: {len(recorded_samples)} samples")
             engine.load_weights(version, fetch(log, past.ledger_state.manifests, version, run=run))
             for completion in generate(engine, prompts, recorded_samples, config=config, stop_ids=stop_ids):
                 yield compare(recorded_samples[completion.group, completion.sample], completion, version=version)
-    finally:
-        engine.close()
 
 
 def groups_of(past: LedgerHistory, request: ResampleRequest) -> list[int]:

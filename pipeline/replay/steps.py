@@ -6,11 +6,11 @@ New plans never drop a group as stale: training on recorded samples is off-polic
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from typing import Any
 
 from penstock.infra.errors import ConfigError, PenstockError
-from penstock.infra.log import Tail
 from penstock.pipeline.algorithms.advantages import zero_variance
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.learner.policy_trainer import Notify
@@ -38,7 +38,6 @@ class Selection:
     without: frozenset[int] = frozenset()
     waited_s: float = 0.0
     _selector: Selector = field(init=False)
-    _tail: Tail | None = None
 
     def __post_init__(self) -> None:
         self._selector = Selector(replace(self.config.rules, max_lag=NO_LIMIT))
@@ -89,8 +88,7 @@ class Selection:
         """Yield the records of `groups` in batches as they arrive, until the run is closed."""
         topic, log = f"{self.recording.run}.groups", self.recording.log
         partitions = [(topic, p) for p in range(log.partitions(topic) or 0)]
-        tail = log.tail(dict.fromkeys(partitions, "earliest"))
-        try:
+        with closing(log.tail(dict.fromkeys(partitions, "earliest"))) as tail:
             while True:
                 over = self.recording.over
                 ends = log.end_offsets(partitions) if over else {}
@@ -100,8 +98,6 @@ class Selection:
                     return
                 self.recording.wait(0.0)
                 self.waited_s += POLL_S
-        finally:
-            tail.close()
 
     def _candidate(self, record: Record) -> Candidate | None:
         """Return the group of a record for the selector, from its headers; None for later parts and unreadable records."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicPartition
@@ -80,8 +81,8 @@ class KafkaSource:
         if not remaining:
             return
         name = self._kafka_name(topic)
-        consumer, next_offsets = self._consumer(), {partition: self._starts[topic][partition] for partition in remaining}
-        try:
+        next_offsets = {partition: self._starts[topic][partition] for partition in remaining}
+        with closing(self._consumer()) as consumer:
             consumer.assign([TopicPartition(name, partition, next_offsets[partition]) for partition in sorted(remaining)])
             last_response = time.monotonic()
             while remaining:
@@ -112,8 +113,6 @@ class KafkaSource:
                         remaining.discard(partition)
                 if moved:
                     consumer.assign([TopicPartition(name, partition, next_offsets[partition]) for partition in sorted(remaining)])
-        finally:
-            consumer.close()
 
     def _consumer(self) -> Consumer:
         """Open a consumer of committed records that joins no group, verifies checksums and reports the end of a partition."""

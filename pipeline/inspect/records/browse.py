@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -96,12 +97,10 @@ def tail(log: Log, run: str, topic: str, *, count: int, follow: bool, wait_s: fl
         window *= 4
     else:
         reader = log.tail({tp: end_offsets[tp] for tp in partitions})
-    try:
+    with closing(reader):
         yield from sorted(newest, key=lambda record: (record.timestamp_ms, record.partition, record.offset))[-count:] if count else ()
         while follow:
             yield from reader.poll(wait_s)
-    finally:
-        reader.close()
 
 
 def record_at(log: Log, run: str, topic: str, *, partition: int, offset: int) -> Record:

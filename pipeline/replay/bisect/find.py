@@ -7,6 +7,7 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -216,12 +217,9 @@ def bisect(recording: Recording, request: BisectRequest, *, against: Config | No
     bad = count if request.bad is None else request.bad
     if not request.good < bad <= count:
         raise ConfigError(f"--good {request.good} --bad {bad}: {recording.run} has {count} steps; choose 0 <= --good < --bad <= {count}")
-    measurer = Measurer(recording, Criterion.of(request.test), notify, request.replays)
-    try:
+    with closing(Measurer(recording, Criterion.of(request.test), notify, request.replays)) as measurer:
         search = _Search(recording, measurer, request.good, bad, notify)
         result = search.settings(against) if against is not None else search.step()
-    finally:
-        measurer.close()
     ends = {"run": recording.run, "test": request.test, "good": request.good, "bad": bad}
     return {**ends, **result, "work": {**measurer.work, "seconds": round(time.monotonic() - started, 1)}}
 

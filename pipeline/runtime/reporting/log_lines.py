@@ -13,7 +13,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -92,15 +92,9 @@ class VisibleStream:
         return getattr(self._stream, name)
 
 
-@contextlib.contextmanager
-def visible_errors() -> Iterator[None]:
+def visible_errors() -> contextlib.AbstractContextManager[object]:
     """In the block, escape hidden characters on standard error."""
-    before = sys.stderr
-    sys.stderr = VisibleStream(before)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        sys.stderr = before
+    return contextlib.redirect_stderr(VisibleStream(sys.stderr))  # type: ignore[type-var]
 
 
 def exact_output(*, error: bool = False) -> TextIO:
