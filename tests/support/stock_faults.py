@@ -4,6 +4,7 @@ Prints one JSON object; with `repaired` the same steps are taken after `faults.a
 """
 
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -19,6 +20,7 @@ from typing import Any
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
 from kafka.errors import KafkaError, RequestTimedOutError
 from kafka.future import Future
+from kafka.net import manager as net_manager
 from kafka.net.transport import KafkaSSLTransport
 from kafka.protocol.consumer import SyncGroupRequest
 from kafka.protocol.producer import ProduceRequest
@@ -243,6 +245,22 @@ def unlisted_leader(bootstrap: str, topic: str) -> dict[str, Any]:
     return {"read": read}
 
 
+def silent_broker(bootstrap: str, topic: str) -> dict[str, Any]:
+    """Of two bootstrap addresses the first to be tried accepts connections and sends nothing, like a frozen broker: does a client open?"""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        turns = itertools.count()  # the client shuffles its addresses, then chooses one at random
+        net_manager.random.choice = lambda brokers: sorted(brokers, key=lambda one: one.port != port)[min(next(turns), 1)]  # type: ignore[method-assign,assignment]
+        client = {**python_client(bootstrap), "bootstrap_servers": [f"127.0.0.1:{port}", bootstrap]}
+        try:
+            consumer = KafkaConsumer(**client, bootstrap_timeout_ms=4000)
+        except KafkaError as error:
+            return {"opened": False, "error": type(error).__name__}
+        partitions = consumer.partitions_for_topic(topic)
+        consumer.close()
+    return {"opened": True, "partitions": len(partitions or ())}
+
+
 FAULTS = {
     fault.__name__: fault
     for fault in (
@@ -256,6 +274,7 @@ FAULTS = {
         tls_copies,
         inflated_batch,
         unlisted_leader,
+        silent_broker,
     )
 }
 

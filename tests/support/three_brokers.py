@@ -61,9 +61,10 @@ class ThreeBrokers:
         return ",".join(f"{settings.HOST}:{chosen.client}" for chosen in self.ports.values())
 
     def start(self) -> str:
-        """Start those that do not run, wait until each serves, and return their addresses."""
+        """Start those that do not run, continue frozen ones, wait until each serves, and return their addresses."""
         for node in NODES:
             self.launch(node)
+            self.thaw(node)
         for node in NODES:
             self.await_serving(node)
         self.wait(lambda: len(self.alive()) == len(NODES), "three brokers in service")
@@ -127,8 +128,14 @@ class ThreeBrokers:
 
     def leader(self, topic: str, partition: int) -> int:
         """The node that leads a partition; waits for one."""
-        self.wait(lambda: self.partition(topic, partition)["leader_id"] in NODES, f"{topic}/{partition} has a leader")
-        return int(self.partition(topic, partition)["leader_id"])
+        leaders: list[int] = []
+
+        def led() -> bool:
+            leaders.append(int(self.partition(topic, partition)["leader_id"]))
+            return leaders[-1] in NODES
+
+        self.wait(led, f"{topic}/{partition} has a leader")
+        return leaders[-1]
 
     def await_in_sync(self, topic: str, partition: int, nodes: set[int]) -> None:
         """Wait until exactly these replicas are in sync."""

@@ -327,6 +327,23 @@ def a_request_to_an_unlisted_broker_fails() -> None:
     manager.send = send
 
 
+def a_silent_broker_leaves_time_for_the_others() -> None:
+    """Fault: bootstrap gives one address the whole timeout: a broker that accepts connections and sends nothing uses it up.
+
+    With one of three brokers frozen, every third client fails to open. Repro: silent_broker. Report: "_do_bootstrap() spends
+    bootstrap_timeout_ms on the first address it picks".
+    """
+    manager: Any = net_manager.KafkaConnectionManager
+    stock = manager.get_connection
+
+    def get_connection(self: Any, node_id: Any, timeout_ms: float | None = None, **options: Any) -> Any:
+        if timeout_ms is not None and self.cluster.is_bootstrap(node_id):
+            timeout_ms /= len(self.cluster.bootstrap_brokers())
+        return stock(self, node_id, timeout_ms=timeout_ms, **options)
+
+    manager.get_connection = get_connection
+
+
 _MANAGER = "kafka.producer.transaction_manager:TransactionManager"
 _END = "kafka.producer.transaction_manager:EndTxnHandler.handle_response"
 _COORDINATOR = "kafka.coordinator.base:BaseCoordinator"
@@ -335,6 +352,8 @@ _TCP = "kafka.net.transport:KafkaTCPTransport"
 _TLS = "kafka.net.transport:KafkaSSLTransport"
 _INFLATE = "kafka.record.default_records:DefaultRecordBatch._maybe_uncompress"
 _SEND = "kafka.net.manager:KafkaConnectionManager.send"
+_BOOTSTRAP = "kafka.net.manager:KafkaConnectionManager._do_bootstrap"
+_CONNECT = "kafka.net.manager:KafkaConnectionManager.get_connection"
 _READ = "kafka.record.default_records:DefaultRecordBatch._read_msg"
 
 SOURCES = {
@@ -349,6 +368,8 @@ SOURCES = {
     f"{_TLS}._sock_recv": ("0a592f230c5c4455245fa50057926170680e0f950c003a2186b10e578f10a481",),
     _INFLATE: ("35e0360528daf8bd286d00078d8bfd154fd44bb6440e2a9e06e6ea53bf06138a",),
     _SEND: ("c6bc4e3773c3bfd261cb872fa7e65e262dff21d36bc5f240282eedc97a3d43be",),
+    _BOOTSTRAP: ("2c76a7a97d90325767d6d159d16a08413409f889d205f51ea3ef47c6f637777c",),
+    _CONNECT: ("e18f019d1fbdfbf81bf8161df9e266519d637d76298befd5254f604f3ef4e1a3",),
     f"{_TLS}._sock_send": ("833f88549f9bee7438a99821ddd8cf1aca57c240ac10621f5ed45900bcd658c2",),
 }
 """SHA-256 digests of the sources that the repairs were written for, by `module:Class.function`."""
@@ -367,5 +388,6 @@ REPAIRS: dict[Callable[[], None], tuple[str, ...]] = {
     sending_over_tls_copies_nothing: (f"{_TLS}._sock_send",),
     inflating_has_a_limit: (_INFLATE,),
     a_request_to_an_unlisted_broker_fails: (_SEND,),
+    a_silent_broker_leaves_time_for_the_others: (_BOOTSTRAP, _CONNECT),
 }
-"""Repair -> the functions it replaces. Two wrap `classify_batch_error`, the later one around the earlier."""
+"""Repair -> the functions it replaces or depends on. Two wrap `classify_batch_error`, the later one around the earlier."""

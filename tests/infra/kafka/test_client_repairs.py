@@ -152,6 +152,12 @@ def test_a_leader_that_is_missing_among_the_brokers_for_a_moment_is_read_from_af
     assert (stock["read"], repaired["read"]) == ([], ["record"])
 
 
+def test_a_client_opens_although_one_of_its_addresses_sends_nothing(broker: str, small_topics: list[str]) -> None:
+    stock, repaired = shown("silent_broker", broker, small_topics)
+    assert stock == {"opened": False, "error": "KafkaTimeoutError"}
+    assert repaired == {"opened": True, "partitions": 1}
+
+
 def test_a_record_the_broker_refuses_does_not_spoil_the_next_ones(broker: str, small_topics: list[str]) -> None:
     stock, repaired = shown("refused_record", broker, small_topics)
     refused = "MessageSizeTooLargeError"
