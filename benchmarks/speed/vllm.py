@@ -59,10 +59,10 @@ def config_of(model: Path, chosen: argparse.Namespace, bootstrap: str) -> Config
     })  # fmt: skip
 
 
-def open_bare(directory: Path, *, concurrency: int, longest: int, engine_process: bool) -> Any:
+def open_bare(directory: Path, *, concurrency: int, longest: int, engine_process: bool, dtype: str = "auto") -> Any:
     """vLLM alone with the same arguments, its statistics off."""
     on_cpu = check_installed("auto")
-    settings = EngineSettings(directory=directory, concurrency=concurrency, longest=longest, engine_process=engine_process)
+    settings = EngineSettings(directory=directory, concurrency=concurrency, longest=longest, engine_process=engine_process, dtype=dtype)
     arguments = engine_arguments(settings, on_cpu=on_cpu)
     llm, scratch = start_vllm(arguments | {"disable_log_stats": True}, threads=1, engine_process=engine_process, on_cpu=on_cpu)
     atexit.register(shutil.rmtree, scratch, ignore_errors=True)
@@ -91,15 +91,15 @@ class Acknowledged:
 
 
 class Bare:
-    """vLLM alone, its rows full, with the logprob of every token and no seeds."""
+    """vLLM alone, its rows full, with the logprob of every token and no seeds; `stops`: the model's own end also ends a sample."""
 
-    def __init__(self, llm: Any, prompts: Iterator[list[int]], *, tokens: int, rows: int) -> None:
+    def __init__(self, llm: Any, prompts: Iterator[list[int]], *, tokens: int, rows: int, stops: bool = False) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         self._llm, self._prompts, self._rows, self._number, self._in_flight = llm, prompts, rows, 0, 0
         self._parameters: Callable[[], Any] = lambda: SamplingParams(
-            temperature=1.0, max_tokens=tokens, ignore_eos=True, stop_token_ids=[2], logprobs=0, flat_logprobs=True, detokenize=False,
+            temperature=1.0, max_tokens=tokens, ignore_eos=not stops, stop_token_ids=[2], logprobs=0, flat_logprobs=True, detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
 
