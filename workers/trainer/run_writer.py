@@ -1,12 +1,14 @@
 """Writes a trainer's ledger entries, policy versions and checkpoints under one transactional id.
 
-One ledger record commits a step; a manifest and its ledger record in one transaction commit a version. After each step, live or
-repeated, the version that it completes is published before the checkpoint is written. A checkpoint is written in the background from the
-live model; the next optimizer update waits until that has been read.
+One ledger record commits a step; a manifest and its ledger record in one transaction commit a version, in the thread that has sent the
+chunks, so that no worker waits for the step that the trainer computes meanwhile. After each step, live or repeated, the version that it
+completes is published before the checkpoint is written. A checkpoint is written in the background from the live model; the next optimizer
+update waits until that has been read.
 """
 
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -148,8 +150,8 @@ class RunWriter:
     _publisher: WeightPublisher = field(init=False)
     _publication: Publication | None = None
     """The version whose chunks are being sent."""
-    _stalled_s: float = 0.0
-    """How long this version has delayed its caller."""
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    """Held while a ledger entry is committed and its effects are recorded."""
     _gaps: ChunkGaps = field(init=False)
 
     def __post_init__(self) -> None:
@@ -230,17 +232,18 @@ class RunWriter:
     def write(self, kind: ledger.EntryKind, *also: Outgoing, **fields: Any) -> Entry:
         """Commit a ledger entry with these fields of `Entry`, and the records `also` in the same transaction; return the entry."""
         session = self.session
-        entry = Entry(seq=self.state.last_seq + 1, kind=kind, time_ns=time.time_ns(), previous=self.state.head, **fields)
-        with session.reporter.encoding:
-            record = ledger.outgoing(entry, run=session.run, topic=session.topic("ledger"), key=kind.encode())
-        faults.reach(f"ledger.{kind}.before")
-        self.newest_offset = self.transactions.commit([*also, record])[-1]
-        faults.reach(f"ledger.{kind}.after")
-        self.state.last_seq, self.state.head = entry.seq, ledger.digest(record.value)
+        with self._lock:
+            entry = Entry(seq=self.state.last_seq + 1, kind=kind, time_ns=time.time_ns(), previous=self.state.head, **fields)
+            with session.reporter.encoding:
+                record = ledger.outgoing(entry, run=session.run, topic=session.topic("ledger"), key=kind.encode())
+            faults.reach(f"ledger.{kind}.before")
+            self.newest_offset = self.transactions.commit([*also, record])[-1]
+            faults.reach(f"ledger.{kind}.after")
+            self.state.last_seq, self.state.head = entry.seq, ledger.digest(record.value)
         return entry
 
     def publish(self, content: Weights, *, version: int, step: int) -> None:
-        """Commit the previous version, then start to send the chunks of this one, unless it is published.
+        """Wait until the previous version is committed, then start to send and commit this one, unless it is published.
 
         Raises `Unrecoverable` if the version is published with another digest.
         """
@@ -258,40 +261,53 @@ class RunWriter:
         started = time.monotonic()
         if content.adapted is None:
             assert content.tensors, "a model has parameters"  # a copy: the model may change from here on
-        self._publication = self._publisher.start(content, version=version, step=step, manifests=self.state.manifests)
-        self._stalled_s = time.monotonic() - started
+        self._publication = self._publisher.start(
+            content, version=version, step=step, manifests=self.state.manifests, copied_s=time.monotonic() - started, then=self._commit_sent
+        )
 
     @property
     def publishing(self) -> bool:
         return self._publication is not None
 
     def finish_publishing(self, *, wait: bool = True) -> None:
-        """Commit the manifest and the ledger entry of the version being sent; without `wait`, only if all chunks are acknowledged."""
+        """Wait until the version being sent is committed, or raise the error that prevented it; without `wait`, only if it has ended."""
         publication = self._publication
         if publication is None or not (wait or publication.sent):
             return
-        waiting, manifest = time.monotonic(), self._publisher.finish(publication)
+        publication.awaited = time.monotonic()
+        manifest = self._publisher.finish(publication)
         self._publication = None
-        self._gaps.read_to(weights.chunk_places(manifest))
-        origin = self.state.manifests.get(0, manifest)
-        full_bytes = sum(expected_nbytes(dtype, shape) for _, dtype, shape in weights.layout(origin))
-        now = time.monotonic()
-        measured = {
-            "bytes": float(manifest.nbytes),
-            "full_bytes": float(full_bytes),
-            "delta": float(manifest.encoding == "delta"),
-            "adapter": float(manifest.encoding == "adapter"),
-            "publish_s": now - publication.started,
-            "stall_s": self._stalled_s + now - waiting,
-        }
-        record = manifest_record(manifest, run=self.session.run)
-        self.write("version", record, version=manifest.version, step=manifest.step, digest=manifest.digest, metrics=measured)
-        self.state.add(manifest)
-        self._publisher.committed(publication)
+        if manifest.version not in self.state.manifests:
+            self._gaps.read()
+            self._commit_version(publication, manifest)
         self.session.reporter.values.update(version=manifest.version)
         config = self.session.config.weights
         if config.keep == "chain" and is_anchor(manifest, every=config.anchor_every):
             self._delete_old_chunks()
+
+    def _commit_sent(self, publication: Publication, manifest: Manifest) -> None:
+        """Commit a version in the thread that has sent it; left to `finish_publishing` if there are foreign records to read first."""
+        self._gaps.add(weights.chunk_places(manifest))
+        if not self._gaps.unread:
+            self._commit_version(publication, manifest)
+
+    def _commit_version(self, publication: Publication, manifest: Manifest) -> None:
+        """Commit a manifest and its ledger entry, and retain the version as base of the next delta."""
+        with self._lock:
+            origin = self.state.manifests.get(0, manifest)
+            now = time.monotonic()
+            measured = {
+                "bytes": float(manifest.nbytes),
+                "full_bytes": float(sum(expected_nbytes(dtype, shape) for _, dtype, shape in weights.layout(origin))),
+                "delta": float(manifest.encoding == "delta"),
+                "adapter": float(manifest.encoding == "adapter"),
+                "publish_s": now - publication.started + publication.copied_s,
+                "stall_s": publication.copied_s + (now - publication.awaited if publication.awaited is not None else 0.0),
+            }
+            record = manifest_record(manifest, run=self.session.run)
+            self.write("version", record, version=manifest.version, step=manifest.step, digest=manifest.digest, metrics=measured)
+            self.state.add(manifest)
+            self._publisher.committed(publication)
 
     def _delete_old_chunks(self) -> None:
         """Delete the chunks that neither a worker nor a resume from a checkpoint can need; a refusal by the broker is only logged."""
@@ -326,7 +342,8 @@ class RunWriter:
         publication = self._publisher.start(content, version=version, step=published.step, manifests=manifests, full=True)
         manifest = self._publisher.finish(publication)
         assert manifest.digest == published.digest, f"version {manifest.version} is sent again with another digest"
-        self._gaps.read_to(weights.chunk_places(manifest))
+        self._gaps.add(weights.chunk_places(manifest))
+        self._gaps.read()
         self.transactions.commit([manifest_record(manifest, run=self.session.run)])
         self.state.add(manifest)
         self._publisher.committed(publication)
@@ -380,17 +397,20 @@ class RunWriter:
         except Unusable as error:
             dead_letters.write(record, error)
             return
-        if manifest.version not in self.state.manifests:
+        with self._lock:  # the version may just have been committed
+            published = self.state.manifests.get(manifest.version)
+        if published is None:
             self.session.require_lease()
             dead_letters.write(record, Unusable(f"version {manifest.version} was not published", kind="mismatch"))
-        elif manifest.digest != self.state.manifests[manifest.version].digest:
+        elif manifest.digest != published.digest:
             self.session.reporter.duplicate(f"manifest of version {manifest.version} at {record.id}")
 
     def close_run(self, *, steps: int, status: str, reason: str, **others: object) -> None:
         """Commit the run's last ledger entry, with these fields as its details, after the version and checkpoint in progress."""
         self.finish_pending()
         ends = self.session.log.end_offsets([(self.session.topic("weights"), p) for p in range(1, self._publisher.count)])
-        self._gaps.read_to((partition, end) for (_, partition), end in ends.items())
+        self._gaps.add((partition, end) for (_, partition), end in ends.items())
+        self._gaps.read()
         newest = self.state.manifests.get(self.state.newest_version)
         details = json.dumps({"status": status, "reason": reason, **others})
         self.write("run-closed", step=steps, digest=newest.digest if newest else None, details=details)

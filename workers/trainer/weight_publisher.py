@@ -1,7 +1,7 @@
 """Sends policy versions in the background: a thread encodes and sends one version at a time while the next step is computed.
 
-The owner of the ledger commits the manifest once the chunks are acknowledged. Each record between the chunks is read once and must be a
-duplicate or goes to the dead-letter topic; a version waits at most `READ_LIMIT_S` for that.
+Once the chunks are acknowledged, the thread calls the owner of the ledger, which commits the manifest. Each record between the chunks is
+read once and must be a duplicate or goes to the dead-letter topic; a version waits at most `READ_LIMIT_S` for that.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class ChunkGaps:
     session: Session
     ends: dict[int, int] = field(default_factory=dict)
     """Chunk partition -> offset after the trainer's newest chunk."""
-    _unread: deque[tuple[int, int, int]] = field(default_factory=deque)
+    unread: deque[tuple[int, int, int]] = field(default_factory=deque)
     """Partition, start offset and end offset of the gaps that are not read yet."""
 
     def skip(self, manifests: Iterable[Manifest]) -> None:
@@ -48,18 +48,21 @@ class ChunkGaps:
             for partition, offset in zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True):
                 self.ends[partition] = max(self.ends.get(partition, 0), offset + 1)
 
-    def read_to(self, offsets: Iterable[tuple[int, int]]) -> None:
-        """Check the gaps before these (partition, offset) pairs: the newest chunks, or the partitions' ends."""
+    def add(self, offsets: Iterable[tuple[int, int]]) -> None:
+        """Add the gaps before these (partition, offset) pairs: the newest chunks, or the partitions' ends."""
         for partition, offset in sorted(offsets):
             start = self.ends.get(partition, 0)
             self.ends[partition] = offset + 1
             if start < offset:
-                self._unread.append((partition, start, offset))
+                self.unread.append((partition, start, offset))
+
+    def read(self) -> None:
+        """Check the records in all gaps, for at most `READ_LIMIT_S`."""
         until = time.monotonic() + READ_LIMIT_S
-        while self._unread and time.monotonic() < until:
-            partition, start, end = self._unread.popleft()
+        while self.unread and time.monotonic() < until:
+            partition, start, end = self.unread.popleft()
             if (position := self._read_gap(partition, start, end, until=until)) < end:
-                self._unread.appendleft((partition, position, end))
+                self.unread.appendleft((partition, position, end))
 
     def _read_gap(self, partition: int, start: int, end: int, *, until: float) -> int:
         """Check the records from `start` to `end`, a few at a time as each may be large; return the offset of the first unread one."""
@@ -94,7 +97,11 @@ class Publication:
     version: int
     step: int
     base: Base | None
+    copied_s: float
+    """Seconds in which the trainer copied the weights."""
     started: float = field(default_factory=time.monotonic)
+    awaited: float | None = None
+    """`time.monotonic()` since when the trainer waits for the commit; None if it does not."""
     manifest: Manifest | None = None
     """Manifest of the version; None until all chunks are acknowledged."""
     adapted: Adapted | None = None
@@ -106,6 +113,7 @@ class Publication:
 
     @property
     def sent(self) -> bool:
+        """True once the thread has ended."""
         return self.thread is not None and not self.thread.is_alive()
 
 
@@ -127,18 +135,31 @@ class WeightPublisher:
     _ipc_sender: IpcWeightSender | None = None
     """Shares the newest version with this machine's workers under `transport = "ipc"`."""
 
-    def start(self, content: Weights, *, version: int, step: int, manifests: Mapping[int, Manifest], full: bool = False) -> Publication:
-        """Start to send a version whose tensors are already copied; `full` forces a full snapshot."""
+    def start(
+        self,
+        content: Weights,
+        *,
+        version: int,
+        step: int,
+        manifests: Mapping[int, Manifest],
+        full: bool = False,
+        copied_s: float = 0.0,
+        then: Callable[[Publication, Manifest], None] = lambda _publication, _manifest: None,
+    ) -> Publication:
+        """Start to send a version whose tensors are already copied, in `copied_s` seconds; `full` forces a full snapshot.
+
+        The thread calls `then` once all chunks are acknowledged; its error becomes that of the publication.
+        """
         adapted = None if full else self._adapters_to_send(content, manifests)
         base = None if full or adapted is not None or not self._may_be_delta(manifests) else self.base
-        publication = Publication(content, version, step, base, adapted=adapted)
+        publication = Publication(content, version, step, base, copied_s, adapted=adapted)
         origin = manifests.get(0)
-        publication.thread = threading.Thread(target=self._send, args=(publication, origin), daemon=True, name="publish")
+        publication.thread = threading.Thread(target=self._send, args=(publication, origin, then), daemon=True, name="publish")
         publication.thread.start()
         return publication
 
     def finish(self, publication: Publication) -> Manifest:
-        """Wait until a version's chunks are acknowledged; returns the manifest to commit, or raises the error of the thread."""
+        """Wait for the thread; returns the version's manifest, or raises the error of the thread."""
         assert publication.thread is not None
         publication.thread.join()
         if publication.failure is not None:
@@ -226,8 +247,8 @@ class WeightPublisher:
             self._ipc_sender = IpcWeightSender(self.run, origin, notify=self.notify)
         return self._ipc_sender.put(tensors(), version=version, digest=digest)
 
-    def _send(self, publication: Publication, origin: Manifest | None) -> None:
-        """Encode and send the chunks of a version; store its manifest or the error in the publication."""
+    def _send(self, publication: Publication, origin: Manifest | None, then: Callable[[Publication, Manifest], None]) -> None:
+        """Encode and send the chunks of a version and call `then`; store its manifest or the error in the publication."""
         try:
             if self._producer is None:
                 self._producer = self.log.producer(max_in_flight_bytes=IN_FLIGHT_BYTES, linger_ms=0.0)
@@ -260,5 +281,6 @@ class WeightPublisher:
             if adapted is not None:
                 content.forget()
             publication.manifest = manifest
+            then(publication, manifest)
         except BaseException as error:  # `finish` raises it in the owner's thread
             publication.failure = error

@@ -28,9 +28,10 @@ def arithmetic(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def trainer_of(log: MemoryLog, checkpoints: Path | None, *, begin: bool = True, **chosen: Any) -> Trainer:
+    transactions = log.transactions(f"{RUN}.trainer")  # fences the thread of an earlier trainer
     past = read_ledger_history(log, RUN)
     session = session_of(log, config_of(checkpoints, trainer=chosen))
-    trainer = Trainer.open(session, log.transactions(f"{RUN}.trainer"), Resumed(past=past))
+    trainer = Trainer.open(session, transactions, Resumed(past=past))
     if begin:
         trainer.start(Resumed(past=past))
     return trainer

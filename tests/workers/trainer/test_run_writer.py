@@ -5,6 +5,7 @@ import struct
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from penstock.topics.wire.record import Outgoing
 from penstock.workers.trainer import weight_publisher
 from penstock.workers.trainer.run_writer import RunWriter
 from tests.support.number_run import RUN, STEPS, NumberBackend, config_of, log_with, session_of
+from tests.support.waiting import until
 
 pytest.importorskip("torch")
 
@@ -233,7 +235,38 @@ def test_the_next_step_goes_on_while_a_version_is_sent_and_the_ledger_keeps_thei
     writer.finish_publishing(wait=False)
     assert (writer.publishing, kinds(log)[-1]) == (True, "step")
     gate.set()
+    until(lambda: kinds(log)[-2:] == ["step", "version"], "the version is committed while the trainer computes", limit_s=60.0)
     writer.finish_publishing()
-    assert kinds(log)[-2:] == ["step", "version"]
+    assert (writer.publishing, kinds(log)[-2:]) == (False, ["step", "version"])
     (number,) = fetch(log, read_ledger_history(log, RUN).ledger_state.manifests, 1, run=RUN)
     assert struct.unpack("<d", bytes(number.data)) == (before,)
+
+
+def test_a_manifest_that_is_read_before_its_commit_has_returned_is_not_taken_for_a_foreign_one(
+    log: MemoryLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, writer = writer_of(log)
+    writer.open_run(policy)
+    commit, written, returns = writer.transactions.commit, threading.Event(), threading.Event()
+
+    def slow(records: list[Outgoing]) -> list[int]:
+        offsets = commit(records)
+        if records[0].topic == f"{RUN}.weights":
+            written.set()
+            assert returns.wait(60.0)
+        return offsets
+
+    monkeypatch.setattr(writer, "transactions", SimpleNamespace(commit=slow))
+    writer.write("step", step=0, digest=None, metrics={"dropped": 0.0})
+    policy.steps_done = 1
+    writer.after_step(policy)
+    assert written.wait(60.0)
+    manifest = list(log.tail({(f"{RUN}.weights", 0): "earliest"}).read_to_end())[-1]
+    checking = threading.Thread(target=writer.check_manifest, args=(manifest,))
+    checking.start()
+    checking.join(0.2)
+    assert checking.is_alive()
+    returns.set()
+    checking.join(60.0)
+    writer.finish_publishing()
+    assert list(log.tail({(f"{RUN}.dead-letters", 0): "earliest"}).read_to_end()) == []
