@@ -3,16 +3,16 @@
 The initial weights are verified against the digests in the parent's ledger. The parent is only read.
 """
 
-import secrets
 import shutil
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.infra.checkpoints import sync_directory
 from penstock.infra.errors import Unrecoverable
-from penstock.infra.paths import run_directory
+from penstock.infra.paths import new_directory, run_directory
 from penstock.pipeline.config.load import Config, ConfigError, override, with_values
 from penstock.pipeline.config.resume import OF_THE_FORK, OF_THE_STATE
 from penstock.pipeline.inspect.run_view import load
@@ -65,21 +65,17 @@ def fork(
     check_engine(with_model(config, recording.config.model.path))
     state = str(directory / "backend") if config.trainer.initial_steps else None
     config = with_model(with_values(config, "trainer", initial_state=state), directory / "model")
-    temporary = run_directory(run).with_name(f".fork-{secrets.token_hex(4)}")
     try:
-        with open_policy(recording, recording.config, notify=notify) as policy:
+        with new_directory(directory, holds="the fork") as unfinished, open_policy(recording, recording.config, notify=notify) as policy:
             report_arithmetic(arithmetic(recording, policy), notify)
             advance_to(policy, recording, step, notify=notify)
             origin = origin_of(recording, policy, step)
-            _write(policy, temporary, state=config.trainer.initial_state is not None)
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        temporary.rename(directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    try:
+            _write(policy, unfinished, state=config.trainer.initial_state is not None)
         record = create(config, log=log, run_id=run, notify=notify, about={"forked_from": origin})
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
+        with suppress(OSError):  # the directory of the run may have other files
+            directory.parent.rmdir()
         raise
     return Forked(record=record, origin=origin, directory=directory)
 

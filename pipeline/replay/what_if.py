@@ -15,6 +15,7 @@ from typing import Any
 from penstock.infra.checkpoints import State
 from penstock.infra.errors import ConfigError, PenstockError
 from penstock.infra.mlflow.tracking import ChildRun, Point
+from penstock.infra.paths import new_directory
 from penstock.pipeline.inspect.metrics import target_of
 from penstock.pipeline.learner.policy_trainer import Notify, PolicyTrainer
 from penstock.pipeline.learner.train_step import StepOutcome
@@ -98,7 +99,8 @@ def train(
         result.times.start_s = time.monotonic() - start
         _train(policy, recording, request, selection, result, stack.enter_context(curves), notify, what_if.without)
         if export is not None and result.whole:
-            _export(policy, export)
+            with new_directory(export, holds="the trained model") as directory:
+                policy.backend.export(directory, policy.backend.weights())
             result.exported = str(export)
 
 
@@ -229,13 +231,6 @@ def check_export_path(directory: Path) -> None:
         raise ConfigError(f"--export {directory}: {parent} is not writable; choose another directory")
 
 
-def _export(policy: PolicyTrainer, directory: Path) -> None:
-    """Write the model to a temporary directory and rename it, so that an interruption leaves no incomplete model."""
-    temporary = directory.with_name(f".{directory.name}.new")
-    policy.backend.export(temporary, policy.backend.weights())
-    temporary.rename(directory)
-
-
 OF_TAG = "penstock.what_if_of"
 CHANGED_TAG = "penstock.changed"
 OFF_POLICY_TAG = "penstock.off_policy"
@@ -254,7 +249,8 @@ def child_run(recording: Recording, what_if: WhatIf, result: WhatIfResult, *, en
         "mlflow.source.name": "penstock replay train",
     }
     target = target_of(recording.record, recording.config, tags=tags, changed=what_if.config)
-    child = ChildRun(target, name=f"{recording.run} with {_short(what_if)}")
+    short = ", ".join(f"{key.partition('.')[2]}={after}" for key, (_, after) in what_if.changed.items())
+    child = ChildRun(target, name=f"{recording.run} with {short or 'nothing changed'}")
     result.mlflow_run_id = child.run_id
     where = f"child of {child.parent_id}" if child.parent_id else f"without a parent, because MLflow has no run of {recording.run}"
     notify(f"MLflow: run {child.run_id} in experiment {target.experiment!r} ({where})")
@@ -268,10 +264,6 @@ def child_run(recording: Recording, what_if: WhatIf, result: WhatIfResult, *, en
     finally:
         done = {f"{OF_TAG}.steps": str(len(result.steps)), f"{OF_TAG}.digest": result.digest or "none"}
         child.finish(status, tags=done)
-
-
-def _short(what_if: WhatIf) -> str:
-    return ", ".join(f"{key.partition('.')[2]}={after}" for key, (_, after) in what_if.changed.items()) or "nothing changed"
 
 
 def table(result: WhatIfResult) -> str:
