@@ -270,7 +270,7 @@ def drain(
         records = tail.poll(POLL_S, max_records=BATCH)
         silent_s = 0.0 if records or tail.outage_s > 0 else silent_s + POLL_S
         if silent_s >= silence_s:
-            unread = ", ".join(f"{topic}/{partition}" for topic, partition in behind)
+            unread = ", ".join(f"{topic}/{partition} at {tail.position((topic, partition))}" for topic, partition in behind)
             raise LogError(f"no record arrived for {silence_s:g} s, but these partitions were not read to their end: {unread}")
         yield from records
         behind = [at for at in behind if tail.position(at) < ends[at]]

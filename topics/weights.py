@@ -104,7 +104,7 @@ def decode_chunk(value: Payload) -> Chunk:
 
 def headers(manifest: Manifest, *, run: str, worker: str | None = None) -> Headers:
     """The headers of a manifest."""
-    return Headers(run=run, schema=_schema(manifest), policy_version_min=manifest.version, worker=worker)
+    return Headers(run=run, schema=SCHEMAS[manifest.encoding], policy_version_min=manifest.version, worker=worker)
 
 
 def check(record: Record, *, run: str) -> Headers:
@@ -117,7 +117,7 @@ def read(record: Record, *, run: str) -> tuple[Headers, Manifest]:
     """Return headers and payload of a manifest's record of `run`, which must agree. Raises `Unusable`."""
     checked = check(record, run=run)
     manifest = decode(record.value)
-    match(checked, policy_version_min=manifest.version, schema=_schema(manifest))
+    match(checked, policy_version_min=manifest.version, schema=SCHEMAS[manifest.encoding])
     return checked, manifest
 
 
@@ -147,10 +147,6 @@ def layout(manifest: Manifest) -> list[tuple[str, str, tuple[int, ...]]]:
 def chunk_places(manifest: Manifest) -> list[tuple[int, int]]:
     """Return (partition, offset) of each chunk of a version, in order."""
     return list(zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True))
-
-
-def _schema(manifest: Manifest) -> str:
-    return SCHEMAS[manifest.encoding]
 
 
 def _flaw(manifest: Manifest) -> str | None:

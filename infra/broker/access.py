@@ -13,10 +13,9 @@ import secrets
 import socket
 import struct
 import uuid
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from penstock.infra.broker.settings import HOST, Listener
 from penstock.infra.errors import BrokerError
@@ -174,12 +173,8 @@ class Session:
 
     def __init__(self, host: str, port: int, *, timeout_s: float) -> None:
         self._socket = socket.create_connection((host, port), timeout=timeout_s)
-        self._socket.settimeout(timeout_s)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def close(self) -> None:
         self._socket.close()
 
     def request(self, api: tuple[int, int], body: bytes, *, flexible: bool = False) -> bytes:
@@ -240,7 +235,7 @@ class Session:
 def cluster_id(host: str, port: int, *, timeout_s: float, login: Login | None = None) -> str | None:
     """Return the cluster id of the broker at this address; None while no broker serves there. Raises `Refused`."""
     try:
-        with Session(host, port, timeout_s=timeout_s) as session:
+        with closing(Session(host, port, timeout_s=timeout_s)) as session:
             if login is not None:
                 session.log_in(login)
             return _cluster_id(session.request(_METADATA, struct.pack(">i", 0)))
@@ -255,7 +250,7 @@ def set_password(host: str, port: int, login: Login, *, by: Login, timeout_s: fl
     # Kafka protocol guide, AlterUserScramCredentials version 0: no deletions, one upsertion, tagged fields empty.
     upsertion = _compact(login.user.encode()) + struct.pack(">bi", _SHA_256, _ITERATIONS) + _compact(salt) + _compact(salted) + b"\0"
     try:
-        with Session(host, port, timeout_s=timeout_s) as session:
+        with closing(Session(host, port, timeout_s=timeout_s)) as session:
             session.log_in_plainly(by)
             session.request(_ALTER_SCRAM_CREDENTIALS, b"\1\2" + upsertion + b"\0", flexible=True)
     except _UNREADABLE:

@@ -45,19 +45,9 @@ class Java:
 def find_java() -> Java:
     """Return a Java that can run the broker. Raises `BrokerError` with the programs tried if none fits."""
     choice = os.environ.get("PENSTOCK_JAVA", "")
-    if choice == "system":
-        return _first(_system())
-    if choice == "bundled":
-        return _first(_bundled())
-    if choice:
-        return _first([Path(choice).expanduser()])
-    return _first([*_system(), *_bundled()])
-
-
-def _first(candidates: list[Path]) -> Java:
-    """Return the first of `candidates` with a supported version. Raises `BrokerError` with all candidates."""
+    candidates = {"": [*_system(), *_bundled()], "system": _system(), "bundled": _bundled()}
     tried = []
-    for program in candidates:
+    for program in candidates[choice] if choice in candidates else [Path(choice).expanduser()]:
         java = inspect(program)
         if java is not None and OLDEST <= java.major <= NEWEST:
             return java

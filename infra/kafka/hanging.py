@@ -48,13 +48,6 @@ class Hanging:
         return f"{self.topic}/{self.partition}: the transaction of {owner} at offset {self.offset} {decided}, but its end marker is missing"
 
 
-def _producers(admin: Admin, partitions: Iterable[Partition]) -> dict[Partition, list[ProducerState]]:
-    """Return partition -> the producers that have recently written to it."""
-    tps = [TopicPartition(*partition) for partition in partitions]
-    states = admin.request("cannot look up the producers", lambda client: client.describe_producers(tps)) if tps else {}
-    return {(tp.topic, tp.partition): list(state.active_producers) for tp, state in states.items()}
-
-
 def _transactions_of(admin: Admin, producer_ids: Collection[int]) -> dict[int, tuple[str, TransactionDescription]]:
     """Return producer id -> (transactional id, its coordinator's description), without producers that no coordinator has."""
     if not producer_ids:
@@ -74,9 +67,14 @@ def hanging_transactions(admin: Admin, topics: Iterable[str], *, patience_s: flo
         return []
     time.sleep(patience_s)
     after = _open_offsets(admin, before)
-    stuck = [partition for partition, offset in after.items() if before[partition] == offset]
-    producers = _producers(admin, stuck)
-    first = {tp: state for tp in stuck for state in producers[tp] if state.current_transaction_start_offset == after[tp]}
+    stuck = [TopicPartition(*partition) for partition, offset in after.items() if before[partition] == offset]
+    states = admin.request("cannot look up the producers", lambda client: client.describe_producers(stuck)) if stuck else {}
+    first = {
+        (tp.topic, tp.partition): producer
+        for tp, state in states.items()
+        for producer in state.active_producers
+        if producer.current_transaction_start_offset == after[tp.topic, tp.partition]
+    }
     transactions = _transactions_of(admin, {state.producer_id for state in first.values()})
     results = [_hanging(tp, state, transactions.get(state.producer_id)) for tp, state in first.items()]
     return [hanging for hanging in results if hanging is not None]

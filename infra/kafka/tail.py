@@ -15,7 +15,7 @@ from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.cpu_meter import CpuCosts
 from penstock.infra.kafka.guards import ReadDeadLetters, TopicIds, skip_damaged
 from penstock.infra.kafka.outage import Outage
-from penstock.infra.log import NO_RECORD, Commits, Committed, Partition, Start, check_commits
+from penstock.infra.log import NO_RECORD, Commits, Committed, Partition, Start, check_commits, drain
 from penstock.topics.wire.record import Record
 
 GATHER_S = 0.02
@@ -145,10 +145,6 @@ def to_committed(commit: Any) -> Committed:
     return Committed(offset=None) if commit is None else Committed(offset=commit.offset, metadata=commit.metadata or "")
 
 
-_LOOK_S = 0.05
-"""Interval at which the position is compared with the end: a transaction marker at the end of a partition arrives as no record."""
-
-
 class KafkaTail:
     """Reads named partitions from named offsets, without a consumer group; for one thread."""
 
@@ -217,25 +213,14 @@ class KafkaTail:
             return records
 
     def read_to_end(self, timeout_s: float = 60.0, *, include_open: bool = False) -> list[Record]:
-        """Return all records up to the end offsets at the time of the call. Raises `LogError` after `timeout_s`, not counting outages.
+        """Return all records up to the end offsets at the time of the call.
 
-        With `include_open`, waits for the transactions that are open now and returns their records too.
+        Raises `LogError` after `timeout_s` without a record, not counting outages. With `include_open`, waits for the transactions that
+        are open now and returns their records too.
         """
-        deadline = time.monotonic() + timeout_s
-        partitions = self.partitions
-        ends = self._admin.offsets(partitions, end=True, committed=not include_open)
-        starts = self._admin.offsets(partitions, end=False, committed=True)
-        behind = {partition for partition in partitions if max(self.position(partition), starts[partition]) < ends[partition]}
-        records: list[Record] = []
-        while behind:
-            if time.monotonic() > deadline:
-                positions = ", ".join(f"{topic}/{p} at {self.position((topic, p))} of {ends[topic, p]}" for topic, p in sorted(behind))
-                raise LogError(f"reading to the end took longer than {timeout_s:.0f} s: {positions}")
-            records += self.poll(min(_LOOK_S, timeout_s), max_records=5000)
-            if self.outage_s > 0:
-                deadline = time.monotonic() + timeout_s
-            behind = {partition for partition in behind if self.position(partition) < ends[partition]}
-        return records
+        ends = self._admin.offsets(self.partitions, end=True, committed=not include_open)
+        starts = self._admin.offsets(self.partitions, end=False, committed=True)
+        return list(drain(self, {at: end for at, end in ends.items() if starts[at] < end}, silence_s=timeout_s))
 
     @property
     def partitions(self) -> list[Partition]:

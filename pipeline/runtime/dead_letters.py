@@ -21,7 +21,7 @@ from penstock.infra.errors import BrokerError, ConfigError
 from penstock.infra.log import Log
 from penstock.infra.paths import run_directory, write_complete
 from penstock.pipeline.runtime.reporting.reporter import Reporter
-from penstock.pipeline.runtime.topic_reader import POISON
+from penstock.pipeline.runtime.topic_reader import POISON, scan
 from penstock.topics import dead_letters
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record, RecordId
@@ -180,14 +180,10 @@ class DeadLetters:
 
     def _read_written(self) -> set[RecordId]:
         """Records that have a readable dead letter; keys alone are ignored, because any client may write one."""
-        partition = f"{self.reporter.run}.dead-letters", 0
-        end = self.log.end_offsets([partition])[partition]
         refused: set[RecordId] = set()
-        with contextlib.closing(self.log.tail({partition: "earliest"})) as tail:
-            while tail.position(partition) < end:  # a few at a time: each holds a record of up to 16 MiB
-                for record in tail.poll(1.0, max_records=100):
-                    with contextlib.suppress(Unusable):
-                        refused.add(dead_letters.read(record, run=self.reporter.run)[1].record_id)
+        for record in scan(self.log, f"{self.reporter.run}.dead-letters"):
+            with contextlib.suppress(Unusable):
+                refused.add(dead_letters.read(record, run=self.reporter.run)[1].record_id)
         return refused
 
 

@@ -9,7 +9,6 @@ import pytest
 from penstock.infra.log import Partition, Start
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.memory.state import MemoryTail
-from penstock.pipeline.runtime import topic_reader
 from penstock.topics.catalogue import CONTROL
 from penstock.topics.wire.record import Record
 from tests.support.worker_set import PIPELINE, WorkerSet, complete, config_of, finish, forget_offsets
@@ -41,7 +40,7 @@ class NotingLog(MemoryLog):
 def test_a_run_that_rested_until_its_offsets_had_expired_ends_in_the_same_weights(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(topic_reader, "BATCH", BATCH)
+    monkeypatch.setattr("penstock.infra.log.BATCH", BATCH)
     monkeypatch.setattr(BatchedTail, "most", 0)
     evaluated = {"source": str(tmp_path / "data.jsonl"), "limit": 2, "every": 2, "samples": 1}
     config, roles = config_of(tiny_model, tmp_path, run={"steps": 8, "seed": 7}, eval=evaluated), (*PIPELINE, "evaluator")

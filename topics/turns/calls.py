@@ -61,15 +61,11 @@ class Call(ByValue):
     @property
     def key(self) -> TurnKey:
         """Identity of the call; computing it hashes the context."""
-        return TurnKey(self.group, self.sample, self.turn, self.attempt, context_digest(self.token_ids))
+        sha256 = hashlib.sha256(np.ascontiguousarray(self.token_ids, "<i4").tobytes()).hexdigest()
+        return TurnKey(self.group, self.sample, self.turn, self.attempt, sha256)
 
 
 CODEC = Codec(SCHEMA, fields=fields_of(Call))
-
-
-def context_digest(token_ids: Int32s) -> str:
-    """Return the SHA-256 (hex) of a context: its token ids as little-endian int32."""
-    return hashlib.sha256(np.ascontiguousarray(token_ids, "<i4").tobytes()).hexdigest()
 
 
 def decode(value: Payload) -> Call:

@@ -88,15 +88,11 @@ class Evaluations:
         return evaluations
 
     @property
-    def closed(self) -> bool:
-        """True if the run is closed according to the records read so far."""
-        return self.follower.state.closed is not None
-
-    @property
     def due(self) -> int | None:
         """The next version to evaluate according to the records read so far; None if there is none."""
-        newest, last = self.follower.state.newest_version, int(self.session.info["versions"])
-        return due(newest=newest, last=last, every=self.session.config.eval.every, done=self.done, closed=self.closed)
+        state, last = self.follower.state, int(self.session.info["versions"])
+        closed = state.closed is not None
+        return due(newest=state.newest_version, last=last, every=self.session.config.eval.every, done=self.done, closed=closed)
 
     def read_done(self) -> None:
         """Read which versions any worker has evaluated; early stopping uses each evaluation by this role once."""
@@ -206,7 +202,7 @@ def main(session: Session) -> None:
         version = evaluations.due
         if version is not None:
             evaluations.make(version)
-        elif evaluations.closed:
+        elif evaluations.follower.state.closed is not None:
             break
         else:
             session.reporter.doing(Activity.NO_WEIGHTS, "waiting for a version to evaluate")

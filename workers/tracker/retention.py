@@ -57,7 +57,10 @@ class Retention:
 
         Readers of the saved view continue from `positions`, so that records from there on stay. Nothing happens while a deletion runs.
         """
-        cut = self._first_retained()
+        keep, resume_point = self.session.config.kafka.keep_steps, self._resume_point
+        if keep is None or resume_point is None or not resume_point.checkpoints:
+            return
+        cut = min(self._steps - keep, resume_point.checkpoints[-1][0])  # a trainer may resume from this checkpoint
         if cut <= self._cut or (self._deleting is not None and self._deleting.is_alive()):
             return
         try:
@@ -72,13 +75,6 @@ class Retention:
     def close(self, timeout_s: float = 5.0) -> None:
         if self._deleting is not None:
             self._deleting.join(timeout_s)
-
-    def _first_retained(self) -> int:
-        """The first step whose records are needed, because of `keep_steps` or by a trainer that resumes from a checkpoint; 0 for all."""
-        keep, resume_point = self.session.config.kafka.keep_steps, self._resume_point
-        if keep is None or resume_point is None or not resume_point.checkpoints:
-            return 0
-        return max(0, min(self._steps - keep, resume_point.checkpoints[-1][0]))
 
     def _before(self, cut: int, view: RunView, positions: Mapping[Partition, int]) -> dict[Partition, int]:
         """Partition -> offset below which its records may be deleted: none of them is of step `cut` or later, nor after `positions`."""

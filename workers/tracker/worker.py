@@ -232,9 +232,11 @@ class Tracker:
         if self._ended() and self._complete:  # otherwise the newest versions' rewards are not final yet: the next tracker writes them
             self._write_down(self.points.rewards(self.view, before=(self.view.version or 0) + 1))
             self._flush()
-        run_id = self._mlflow_run_id()
+        if uploader is not None:  # a run id may be late if MLflow is only slow
+            limit_s = STOPPED_S if uploader.failing else MLFLOW_END_S
+            self._patiently(lambda seconds: uploader.wait_for_run(seconds) is not None, limit_s=limit_s)
         self._announce()
-        files = self._report(run_id)
+        files = self._report(None if uploader is None else uploader.run_id)
         if uploader is None:
             return
         closed = self.view.closed
@@ -385,15 +387,6 @@ class Tracker:
         if self.view.closed is None and any(worker.labels.get("status") == "failed" for worker in self.view.workers.values()):
             return "FAILED"
         return MLFLOW_STATUS.get(status_of(self.view), "KILLED")
-
-    def _mlflow_run_id(self) -> str | None:
-        """The id of the MLflow run; waits longer if MLflow is only slow."""
-        uploader = self.uploader
-        if uploader is None:
-            return None
-        limit_s = STOPPED_S if uploader.failing else MLFLOW_END_S
-        self._patiently(lambda seconds: uploader.wait_for_run(seconds) is not None, limit_s=limit_s)
-        return uploader.run_id
 
     def _patiently(self, check: Callable[[float], bool], *, limit_s: float) -> bool:
         """Call `check(seconds to wait)` until it is true; False after `limit_s`, or earlier after a stop request. Reports meanwhile."""

@@ -35,6 +35,7 @@ OPEN = {
 # Told the two ports and nothing else: prints what it was allowed to do.
 STRANGER = """
 import struct, sys
+from contextlib import closing
 from penstock.infra.broker.access import Login
 from penstock.infra.broker.access import Refused, Session
 APIS = {"produce": (0, 12), "fetch": (1, 12), "offsets": (2, 6), "list topics": (3, 2), "create": (19, 5), "delete": (20, 5),
@@ -47,14 +48,14 @@ LOGINS = {
 for port in map(int, sys.argv[1:]):
     for what, api in APIS.items():
         try:
-            with Session("127.0.0.1", port, timeout_s=30) as session:
+            with closing(Session("127.0.0.1", port, timeout_s=30)) as session:
                 print(port, what, session.request(api, struct.pack(">i", 0), flexible=api[0] in (51, 52, 59, 62)))
         except (OSError, struct.error):
             pass
     for way, logins in LOGINS.items():
         for user, password in logins:
             try:
-                with Session("127.0.0.1", port, timeout_s=30) as session:
+                with closing(Session("127.0.0.1", port, timeout_s=30)) as session:
                     (session.log_in if way == "scram" else session.log_in_plainly)(Login(user, password))
                     print(port, way, user, password)
             except (Refused, OSError, struct.error, ValueError, KeyError):

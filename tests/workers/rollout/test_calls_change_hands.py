@@ -1,5 +1,6 @@
 """Calls change hands while turns are drawn and owners die: none that is answered is drawn again, and none is lost."""
 
+import hashlib
 import threading
 
 import numpy as np
@@ -50,7 +51,7 @@ class Watched(ToyEngine):
         self.version, self._site = 0, site
 
     def submit(self, request: GroupRequest) -> None:
-        sha256 = calls.context_digest(request.prompt_ids)
+        sha256 = hashlib.sha256(np.ascontiguousarray(request.prompt_ids, "<i4").tobytes()).hexdigest()
         if any((key[:3], key.sha256) == (turn_of(request.group), sha256) for key in self._site.answered()):
             self._site.needless.append(turn_of(request.group))
         super().submit(request)
