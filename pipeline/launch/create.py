@@ -125,8 +125,7 @@ def check_inputs(config: Config, *, notify: Callable[[str], None] = print) -> tu
             f"data.max_prompt_tokens = {data.max_prompt_tokens} and sampling.max_new_tokens = {config.sampling.max_new_tokens}: "
             f"together they exceed the model's context of {context} tokens; lower one of them"
         )
-    _warn_long_prompts(config, notify)
-    _note_learning_rate(config, steps, notify)
+    _warn(config, steps, notify)
     if config.mlflow.enabled and find_spec("mlflow") is None:
         notify("MLflow is not installed: metrics are written to metrics.jsonl only; pip install '.[tracking]' in the checkout adds it")
     install = {"install_s": float(os.environ["PENSTOCK_INSTALL_S"])} if os.environ.get("PENSTOCK_INSTALL_S") else {}
@@ -173,8 +172,8 @@ def _check_length(config: Config, *, rows: int, steps: int, notify: Callable[[st
         notify(f"warning: the data has fewer rows ({rows}) than schedule.prompts_per_step ({prompts}): a step trains on a row repeatedly")
 
 
-def _warn_long_prompts(config: Config, notify: Callable[[str], None]) -> None:
-    """Warn if a sample may be longer than a micro-batch and then needs more memory."""
+def _warn(config: Config, steps: int, notify: Callable[[str], None]) -> None:
+    """Warn if a sample may be longer than a micro-batch, or if the run may end before its learning-rate schedule."""
     completion, budget = config.sampling.max_new_tokens, config.trainer.micro_batch_tokens
     longest = config.environment.max_tokens if config.environment.source is not None else config.data.max_prompt_tokens + completion
     if longest > budget:
@@ -182,10 +181,6 @@ def _warn_long_prompts(config: Config, notify: Callable[[str], None]) -> None:
             f"trainer.micro_batch_tokens = {budget}: a sample may have {longest} tokens with its prompt; a sample longer than a "
             "micro-batch forms one alone, regardless of its memory"
         )
-
-
-def _note_learning_rate(config: Config, steps: int, notify: Callable[[str], None]) -> None:
-    """Warn if the run may end before its learning-rate schedule: under `run.epochs` dropped groups use up prompts."""
     if config.run.epochs is not None and config.trainer.lr_schedule != "constant" and config.algorithm.filter_zero_variance:
         notify(
             f"trainer.lr_schedule = {config.trainer.lr_schedule!r} spans {steps} steps, but under run.epochs filtered groups are not "

@@ -55,10 +55,11 @@ class Worker:
     """Time at which it was first observed to have exited without an error although the run is not over."""
     abandoned: bool = False
     """True if it is not restarted and the run continues without it."""
+    share_since: tuple[float, float] | None = None
+    """Time and CPU seconds from which `cpu_share` is measured; None to start at its next call."""
     _ready_s: float | None = None
     _started: int = 0
     _moved: int = 0
-    _share_since: tuple[float, float] | None = None
 
     @property
     def pid(self) -> int:
@@ -118,14 +119,10 @@ class Worker:
         except psutil.Error:
             return None
         spent = sum(spent.user + spent.system for spent in times)
-        if self._share_since is None:
-            self._share_since = (now_s, spent)
-        since_s, before = self._share_since
+        if self.share_since is None:
+            self.share_since = (now_s, spent)
+        since_s, before = self.share_since
         return (spent - before) / (now_s - since_s) if now_s - since_s >= over_s else None
-
-    def forget_share(self) -> None:
-        """Restart the measurement of `cpu_share`."""
-        self._share_since = None
 
     def signal(self, number: signal.Signals, *, group: bool = False) -> None:
         """Send a signal to the process, or with `group` to everything that it has started."""
@@ -228,7 +225,7 @@ class Supervisor:
         for worker in self.workers:
             silent_s = silent.get(worker.name, 0.0)
             if not reachable or silent_s < stall_s or worker.status is not None or not worker.served_s(now_s):
-                worker.forget_share()
+                worker.share_since = None
             elif restart_policy.is_hung(silent_s=silent_s, cpu_share=worker.cpu_share(now_s=now_s, over_s=stall_s), stall_s=stall_s):
                 self.notify(f"{worker.name} has sent no report for {silent_s:.0f} s and uses no CPU time: killing and restarting it")
                 worker.signal(signal.SIGKILL, group=True)

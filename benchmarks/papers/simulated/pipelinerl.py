@@ -53,7 +53,7 @@ def best_split(decode: DecodeTimes, *, accelerators: int, samples_per_step: int,
         # g_max = ceil(2·H·I / B), as the longest of uniform lengths is twice the mean
         batch = max_lag * samples_per_step // (2 * generating)
         for size in {batch, min(batch, int(decode.samples[-1]))} - {0}:
-            generation, train = decode.tokens_per_s(size) * generating, (accelerators - generating) / train_token
+            generation, train = size / decode(size) * generating, (accelerators - generating) / train_token
             splits.append(Split(batch=size, generating=generating, generation_rate=generation, train_rate=train))
     return max(splits, key=lambda split: (split.rate, -split.generating))
 

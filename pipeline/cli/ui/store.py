@@ -304,7 +304,7 @@ def _group(group: Group, texts: TokenTexts, advantages: Advantages, *, sample: i
             }
         )
     ordered = sorted(ids)
-    words = dict(zip(ordered, texts.one_by_one(ordered), strict=True)) if texts.there else None
+    words = dict(zip(ordered, texts.one_by_one(ordered), strict=True)) if texts.why_not is None else None
     return {
         "prompt": group.prompt,
         "columns": group.columns,

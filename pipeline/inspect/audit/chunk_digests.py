@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from penstock.pipeline.inspect.audit.facts import ChunkFact, Facts, Recomputed
+from penstock.pipeline.inspect.audit.facts import ANY, ChunkFact, Facts, Recomputed
 from penstock.pipeline.inspect.audit.source import Source
 from penstock.topics import weights
 from penstock.topics.catalogue import TOPICS
@@ -43,7 +43,7 @@ def verify_versions(source: Source, facts: Facts, *, note: Note, refuse: Refuse)
     for fact in sorted(facts.first_manifests().values(), key=lambda manifest: manifest.where.offset):
         facts.recomputed[fact.manifest.version] = _recompute(fact.manifest, cursors, facts, latest)
     for cursor in cursors.values():
-        cursor.to_end()
+        cursor.at(ANY)
 
 
 class Cursor:
@@ -55,14 +55,10 @@ class Cursor:
         self._last: tuple[int, memoryview | bytes | None] = (-1, None)
 
     def at(self, offset: int) -> memoryview | bytes | None:
-        """Return the data of the chunk at an offset; None if there is no chunk or the reader is already past it."""
+        """Read up to an offset, and return the data of the chunk at it; None if there is no chunk or the reader is already past it."""
         while self._last[0] < offset and self._step():
             pass
         return self._last[1] if self._last[0] == offset else None
-
-    def to_end(self) -> None:
-        while self._step():
-            pass
 
     def _step(self) -> bool:
         """Read the next record; False at the end of the partition."""

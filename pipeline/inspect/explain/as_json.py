@@ -4,7 +4,7 @@ import contextlib
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.infra.errors import PenstockError
@@ -91,7 +91,7 @@ def life(history: GroupHistory, *, notify: Callable[[str], None], trust_code: bo
         "step": step,
         "version": _version(history.version),
         "times": stages(history.timestamps),
-        "moments": asdict(history.timestamps),
+        "moments": history.timestamps,
         "records": _records(history),
         "gone": list(history.gone),
         "dead_letters": [_dead_letter(*stored) for stored in history.dead_letters.items()],

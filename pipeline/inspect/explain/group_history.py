@@ -16,25 +16,6 @@ from penstock.topics.prompts import Prompt
 from penstock.topics.rollouts import Rollout
 from penstock.topics.wire.record import Record
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupTimestamps:
-    """Times of a group's events, in Unix seconds; None for an event that has not happened or is not recorded."""
-
-    admitted: float | None = None
-    begun: float | None = None
-    first_ended: float | None = None
-    last_ended: float | None = None
-    """Time at which the last sample ended; None until the group is complete."""
-    scoring_started: float | None = None
-    scored: float | None = None
-    taken: float | None = None
-    """Time of the step's first backward pass, or of scoring if that is later."""
-    committed: float | None = None
-    published: float | None = None
-    """Time at which the policy version after the group's step was published."""
-
-
 STAGES: Sequence[tuple[str, str, str]] = (
     ("waited for a worker", "admitted", "begun"),
     ("generation", "begun", "last_ended"),
@@ -49,15 +30,15 @@ STAGES: Sequence[tuple[str, str, str]] = (
 """(name of a stage, timestamp at its start, timestamp at its end). `scoring` is for records without the duration of reward functions."""
 
 
-def stages(timestamps: GroupTimestamps) -> list[dict[str, Any]]:
+def stages(timestamps: Mapping[str, float | None]) -> list[dict[str, Any]]:
     """Return the stages with a recorded start and end: `name`, `begins_s` after the group's admission, duration in `seconds`.
 
     A duration is negative if the clocks of two machines differ.
     """
-    zero, rows = timestamps.admitted, []
-    shown = [stage for stage in STAGES if stage[0] != "scoring" or timestamps.scoring_started is None]
+    zero, rows = timestamps.get("admitted"), []
+    shown = [stage for stage in STAGES if stage[0] != "scoring" or timestamps.get("scoring_started") is None]
     for name, first, last in shown:
-        start, end = getattr(timestamps, first), getattr(timestamps, last)
+        start, end = timestamps.get(first), timestamps.get(last)
         if zero is not None and start is not None and end is not None:
             rows.append({"name": name, "begins_s": start - zero, "seconds": end - start})
     return rows
@@ -161,23 +142,23 @@ class GroupHistory:
         }
 
     @property
-    def timestamps(self) -> GroupTimestamps:
-        """Times at which the group passed each stage."""
+    def timestamps(self) -> dict[str, float | None]:
+        """Event of the group -> its Unix time; None for an event that has not happened or is not recorded."""
         group, step = self.group, self.step
         admitted = self.prompt or group
         begun = None if step is None else step.metrics.get("first_backward_at") or step.metrics.get("started_at")
         samples, complete = self.counted.values(), self.prompt is not None and len(self.counted) >= self.samples_requested
-        return GroupTimestamps(
-            begun=min(sample.started_ns for sample in samples) / NS if samples else None,
-            first_ended=min(sample.ended_ns for sample in samples) / NS if samples else None,
-            last_ended=max(sample.ended_ns for sample in samples) / NS if samples and complete else None,
-            admitted=admitted.created_ns / NS if admitted else None,
-            scoring_started=(group.scored_ns - group.reward_ns) / NS if group and group.reward_ns is not None else None,
-            scored=group.scored_ns / NS if group else None,
-            taken=max(begun, group.scored_ns / NS) if begun and group else None,  # a group cannot be trained before it is scored
-            committed=step.time_ns / NS if step else None,
-            published=self.version.time_ns / NS if self.version else None,
-        )
+        return {
+            "admitted": admitted.created_ns / NS if admitted else None,
+            "begun": min(sample.started_ns for sample in samples) / NS if samples else None,
+            "first_ended": min(sample.ended_ns for sample in samples) / NS if samples else None,
+            "last_ended": max(sample.ended_ns for sample in samples) / NS if samples and complete else None,
+            "scoring_started": (group.scored_ns - group.reward_ns) / NS if group and group.reward_ns is not None else None,
+            "scored": group.scored_ns / NS if group else None,
+            "taken": max(begun, group.scored_ns / NS) if begun and group else None,  # a group cannot be trained before it is scored
+            "committed": step.time_ns / NS if step else None,
+            "published": self.version.time_ns / NS if self.version else None,  # the policy version after the group's step
+        }
 
 
 def read_group(run: RecordedRun, number: int, *, notify: Callable[[str], None], partition: int | None = None) -> GroupHistory:

@@ -28,10 +28,6 @@ class TokenTexts:
         """Open the tokenizer of the model in a run's configuration."""
         return cls(config_of(view).get("model", {}).get("path"), info_of(view).get("digests", {}).get("tokenizer"))
 
-    @property
-    def there(self) -> bool:
-        return self._tokenizer is not None
-
     def completion(self, ids: Iterable[int]) -> str | None:
         """Return the text of a completion without special tokens; None without a tokenizer."""
         if self._tokenizer is None:

@@ -129,10 +129,6 @@ class DecodeTimes:
             return self.seconds[-1] * samples / self.samples[-1]
         return float(np.interp(samples, self.samples, self.seconds))
 
-    def tokens_per_s(self, samples: int) -> float:
-        """Tokens per second of one engine with this number of samples."""
-        return samples / self(samples)
-
 
 def linear(base_s: float, each_s: float, *, most: int = 1 << 20) -> DecodeTimes:
     """Decode steps of `base_s` plus `each_s` per sample: weights are read once, the KV cache for each sample."""

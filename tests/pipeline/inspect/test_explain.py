@@ -17,7 +17,7 @@ from penstock.pipeline.algorithms.registry import AGGREGATES
 from penstock.pipeline.config.load import Config, ConfigError
 from penstock.pipeline.inspect.explain import as_json, text
 from penstock.pipeline.inspect.explain.as_json import left_out, shares
-from penstock.pipeline.inspect.explain.group_history import GroupTimestamps, stages
+from penstock.pipeline.inspect.explain.group_history import stages
 from penstock.pipeline.inspect.records import browse
 from penstock.pipeline.inspect.report.summary import collect
 from penstock.pipeline.learner.micro_batches import pack, token_share
@@ -253,20 +253,20 @@ def test_a_ledger_without_its_beginning_is_said_instead_of_groups_that_seem_to_w
 
 
 def test_stages_lie_between_moments_that_are_known() -> None:
-    found = stages(GroupTimestamps(admitted=10.0, begun=11.0, first_ended=12.0, last_ended=14.0, scored=15.0))
+    found = stages({"admitted": 10.0, "begun": 11.0, "first_ended": 12.0, "last_ended": 14.0, "scored": 15.0})
     assert [tuple(one.values()) for one in found] == [
         ("waited for a worker", 0.0, 1.0),
         ("generation", 1.0, 3.0),
         ("of it waiting for the slowest sample", 2.0, 2.0),
         ("scoring", 4.0, 1.0),
     ]
-    judged = stages(GroupTimestamps(admitted=10.0, last_ended=14.0, scoring_started=14.75, scored=15.0))
+    judged = stages({"admitted": 10.0, "last_ended": 14.0, "scoring_started": 14.75, "scored": 15.0})
     assert [tuple(one.values()) for one in judged] == [
         ("waited for the scorer", 4.0, 0.75),
         ("reward functions", 4.75, 0.25),
     ]
-    assert stages(GroupTimestamps(admitted=10.0)) == []
-    assert stages(GroupTimestamps(begun=11.0, last_ended=12.0)) == []
+    assert stages({"admitted": 10.0}) == []
+    assert stages({"begun": 11.0, "last_ended": 12.0}) == []
 
 
 LENGTHS = ((3, 5), (1, 8), (4, 4))

@@ -334,9 +334,9 @@ def test_each_token_has_the_text_it_has_behind_another_one(tmp_path: Path) -> No
 def test_a_tokenizer_that_is_not_the_runs_own_gives_no_texts(tmp_path: Path) -> None:
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     own = digests(tmp_path, chat_template="off")
-    assert TokenTexts.of(registered(tmp_path, digests=own)).there
+    assert TokenTexts.of(registered(tmp_path, digests=own)).why_not is None
     other = TokenTexts.of(registered(tmp_path, digests={**own, "tokenizer": "0" * 64}))
-    assert not other.there and "is not the one that the run was created with" in (other.why_not or "")
+    assert "is not the one that the run was created with" in (other.why_not or "")
     assert other.completion([0]) is None and other.one_by_one([0]) == []
 
 

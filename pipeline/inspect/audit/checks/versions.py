@@ -10,10 +10,6 @@ from penstock.topics.weights import Manifest
 from penstock.topics.wire.record import RecordId
 
 
-def _chunks(facts: Facts) -> int:
-    return sum(len(fact.manifest.chunk_sizes) for fact in facts.first_manifests().values())
-
-
 @check("version-numbers", "versions 0 to n, one manifest each, written with its entry", versions=lambda facts: len(facts.manifests))
 def numbers(facts: Facts) -> Iterator[Violation]:
     """Yield versions with a wrong number, manifest or step; a version's ledger entry follows the step that completes the version."""
@@ -62,7 +58,11 @@ def _manifest_flaws(facts: Facts, entries: Mapping[int, EntryFact]) -> Iterator[
             yield violation(text=f"the manifest of version {version} has no ledger entry")
 
 
-@check("chunks", "chunks are at the offsets of their manifest, with its size and SHA-256", chunks=_chunks)
+@check(
+    "chunks",
+    "chunks are at the offsets of their manifest, with its size and SHA-256",
+    chunks=lambda facts: sum(len(fact.manifest.chunk_sizes) for fact in facts.first_manifests().values()),
+)
 def chunks(facts: Facts) -> Iterator[Violation]:
     for version, fact in sorted(facts.first_manifests().items()):
         manifest = fact.manifest
