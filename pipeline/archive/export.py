@@ -107,7 +107,7 @@ def export(
             add_files(archive, registered)
         ends = {topic: _offsets(log.end_offsets, archive, topic, count) for topic, count in note.partitions.items() if topic in selected}
         work = Work(archive, BulkReader(log.connection, log.read_dead_letters), Exported(run=run, directory=str(archive.path)), notify)
-        with work:
+        with contextlib.closing(work):
             for topic, offsets in ends.items():
                 work.topic(log, topic, offsets)
         archive.write_note(replace(note, ends={**note.ends, **ends}, exported_ns=time.time_ns()))
@@ -145,7 +145,7 @@ def _offsets(read: Callable[[list[Partition]], dict[Partition, int]], archive: A
 
 
 class Work:
-    """Exports topics: reads blocks of records, and encodes them as Parquet in a thread. A context manager that waits for the thread."""
+    """Exports topics: reads blocks of records, and encodes them as Parquet in a thread, for which `close` waits."""
 
     def __init__(self, archive: Archive, reader: BulkReader, done: Exported, notify: Callable[[str], None]) -> None:
         self.archive, self.done = archive, done
@@ -205,9 +205,7 @@ class Work:
         while len(self._tasks) > AHEAD:
             self._tasks.popleft().result()
 
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *raised: object) -> None:
+    def close(self) -> None:
         """Wait for the writer thread. Raises the error of the first task that failed."""
         self._writer.shutdown()
         self._reader.close()

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,12 +73,13 @@ def rollout(
     json: Json = False,
 ) -> None:
     """Regenerate recorded samples with the recorded weights and seeds, and compare them token by token."""
-    from penstock.pipeline.replay.resample import ResampleRequest, resample, summary
+    from penstock.pipeline.replay.resample import resample, summary
     from penstock.pipeline.runtime.registration.trust import Trust
 
     with reading(run, bootstrap, security, executes=True) as (log, run_id):
-        request = ResampleRequest(step=step, group=group, version=version, overrides=overrides or [], trust=Trust(code=trust_code))
-        samples = sorted(resample(log, run_id, request, notify=notify), key=lambda sample: (sample.group, sample.sample))
+        trust, options = Trust(code=trust_code), overrides or []
+        compared = resample(log, run_id, step=step, group=group, version=version, overrides=options, trust=trust, notify=notify)
+        samples = sorted(compared, key=lambda sample: (sample.group, sample.sample))
     figures = summary(samples)
     differing = [sample for sample in samples if not sample.same]
     if json:
@@ -198,7 +200,7 @@ def train(
     with reading(run, bootstrap, security, executes=True) as (log, run_id):
         if follow:
             refuse_folder(log, "--follow")
-        with Recording.open(log, run_id, model=model) as recording:
+        with closing(Recording.open(log, run_id, model=model)) as recording:
             chosen = what_if(recording.config, overrides or [], without=group_numbers(without))
             if overrides and not chosen.changed:
                 notify(f"--set has no effect: {recording.run} was trained with these settings; replaying exactly")
@@ -283,15 +285,14 @@ def bisect(
     from penstock.pipeline.replay.recording import Recording, prepare
     from penstock.pipeline.runtime.registration.trust import Trust, require_trusted
 
-    with reading(run, bootstrap, security, executes=True) as (log, run_id), Recording.open(log, run_id, model=model) as recording:
+    with reading(run, bootstrap, security, executes=True) as (log, run_id), closing(Recording.open(log, run_id, model=model)) as recording:
         require_trusted(recording.registration, trust=Trust(code=trust_code), notify=notify)
         prepare(recording.config)
-        from penstock.pipeline.replay.bisect.find import BisectRequest, as_text  # imports torch, which reads the environment then
+        from penstock.pipeline.replay.bisect.find import as_text  # imports torch, which reads the environment then
         from penstock.pipeline.replay.bisect.find import bisect as search
 
         other = None if against is None else _other_config(log, against, trust_code=trust_code)
-        request = BisectRequest(test=test, good=good, bad=bad, replays=replays)
-        result = search(recording, request, against=other, notify=notify)
+        result = search(recording, test, good=good, bad=bad, replays=replays, against=other, notify=notify)
     write_private(run_directory(run_id) / BISECTED, text := as_text(result))
     emit(result) if json else print(text)
 
@@ -345,7 +346,7 @@ def regrade(
         model=None if model is None else str(model.resolve()), processes=processes, trust=Trust(code=trust_code),
     )  # fmt: skip
     with at(bootstrap, security, attends=start, start=start) as log:
-        with Recording.open(log, resolve(log, run, executes=True), model=model) as recording:
+        with closing(Recording.open(log, resolve(log, run, executes=True), model=model)) as recording:
             prepare(recording.config)
             from penstock.pipeline.replay.regrade import as_text, score_from  # imports torch, which reads the environment then
 

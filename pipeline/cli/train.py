@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -220,7 +221,7 @@ def fork(
 
     make_files_private()
     with at(bootstrap, security, attends=start, start=True) as log:
-        with Recording.open(log, resolve(log, run, executes=True), model=model) as recording:
+        with closing(Recording.open(log, resolve(log, run, executes=True), model=model)) as recording:
             require_trusted(recording.registration, trust=Trust(code=trust_code), notify=notify)
             prepare(recording.config)
             from penstock.pipeline.replay.fork import fork as make  # imports torch, which reads the environment then

@@ -123,7 +123,7 @@ def _rows_of(recording: Recording, groups: Collection[int]) -> set[int]:
 def origin_of(recording: Recording, policy: PolicyTrainer, step: int) -> dict[str, Any]:
     """Return the parent's run, step, version, digest, MLflow run and ledger head. Raises `Unrecoverable` if the weights differ from it."""
     digest = policy.weights().digest
-    published = next((manifest for manifest in recording.ledger_state.manifests.values() if manifest.step == step), None)
+    published = recording.published_after(step)
     recorded = {published.digest} if published else set()
     if step and (of_step := recording.steps[step - 1].digest) is not None:
         recorded.add(of_step)

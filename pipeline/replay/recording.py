@@ -22,6 +22,7 @@ from penstock.topics import groups
 from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry, Planned
 from penstock.topics.runs import RunRecord
+from penstock.topics.weights import Manifest
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 
@@ -30,7 +31,7 @@ POLL_S = 0.5
 
 @dataclass(slots=True)
 class Recording:
-    """Configuration, ledger and published versions of a run, as far as they have been read. A context manager."""
+    """Configuration, ledger and published versions of a run, as far as they have been read."""
 
     log: Log
     run: str
@@ -90,11 +91,9 @@ class Recording:
         if self._tail is not None:
             self._tail.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def published_after(self, steps: int) -> Manifest | None:
+        """Return the manifest of the policy version that was published after this many steps; None if none was."""
+        return next((manifest for manifest in self.ledger_state.manifests.values() if manifest.step == steps), None)
 
     def _apply(self, record: Record) -> None:
         try:

@@ -18,7 +18,7 @@ from penstock.pipeline.replay.overrides import resampled
 from penstock.pipeline.replay.rescored_groups import read_prompts
 from penstock.pipeline.runtime.factories import make_engine
 from penstock.pipeline.runtime.registration.run_registry import registration
-from penstock.pipeline.runtime.registration.trust import NO_TRUST, Trust, keys_of, require_trusted, user_code
+from penstock.pipeline.runtime.registration.trust import Trust, keys_of, require_trusted, user_code
 from penstock.pipeline.runtime.sampling import request_of
 from penstock.pipeline.runtime.topic_reader import deleted
 from penstock.pipeline.runtime.weights.read import fetch
@@ -89,22 +89,14 @@ def summary(samples: Sequence[ResampledCompletion]) -> dict[str, float | int]:
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResampleRequest:
-    """Step or group whose samples are regenerated, and the policy version to use. Exactly one of `step` and `group` is set."""
+def resample(
+    log: Log, run: str, *, step: int | None, group: int | None, version: int | None, overrides: Sequence[str], trust: Trust,
+    notify: Callable[[str], None],
+) -> Iterator[ResampledCompletion]:  # fmt: skip
+    """Regenerate the samples of a step or of a group, version by version; yield a comparison as each sample ends.
 
-    step: int | None = None
-    """Regenerate all groups that this step was trained on."""
-    group: int | None = None
-    version: int | None = None
-    """Policy version to generate under; None for the version that each recorded sample started with."""
-    overrides: Sequence[str] = ()
-    trust: Trust = NO_TRUST
-    """Permission to load the run's environments and engine options if no key on this machine has signed the run."""
-
-
-def resample(log: Log, run: str, request: ResampleRequest, *, notify: Callable[[str], None]) -> Iterator[ResampledCompletion]:
-    """Regenerate the requested samples, version by version; yield a comparison as each sample ends.
+    `version` is the policy version to use, that with which each recorded sample started if None. `trust` permits loading the run's
+    environments and engine options if no key on this machine has signed the run.
 
     Raises `ConfigError` for an invalid request or a step, group or version that is not recorded, `LogError` if records were deleted, and
     `EngineError`.
@@ -112,10 +104,10 @@ def resample(log: Log, run: str, request: ResampleRequest, *, notify: Callable[[
     recorded = read_run(log, run)
     if recorded.record is None:
         raise RunNotFound(run)
-    config, past = resampled(recorded.config, request.overrides), recorded.past
-    code = user_code(config, sections=("environment", "rollout"), overridden=keys_of(request.overrides))
-    require_trusted(registration(log, run), trust=request.trust, notify=notify, code=code)
-    origin, numbers = json.loads(recorded.record.info).get("regraded_from"), groups_of(past, request)
+    config, past = resampled(recorded.config, overrides), recorded.past
+    code = user_code(config, sections=("environment", "rollout"), overridden=keys_of(overrides))
+    require_trusted(registration(log, run), trust=trust, notify=notify, code=code)
+    origin, numbers = json.loads(recorded.record.info).get("regraded_from"), groups_of(past, step=step, group=group)
     while origin:
         if foreign := [number for number in numbers if any(low <= number <= high for low, high in origin["groups"])]:
             parent = origin["run"]
@@ -135,33 +127,33 @@ def resample(log: Log, run: str, request: ResampleRequest, *, notify: Callable[[
     stop_ids = json.loads(recorded.record.info)["digests"]["stop_ids"]
     by_version: dict[int, dict[tuple[int, int], Rollout]] = {}
     for key, sample in sorted(samples.items()):
-        by_version.setdefault(int(sample.span_versions[0]) if request.version is None else request.version, {})[key] = sample
-    for version in by_version:
-        if version not in past.ledger_state.manifests:
+        by_version.setdefault(int(sample.span_versions[0]) if version is None else version, {})[key] = sample
+    for number in by_version:
+        if number not in past.ledger_state.manifests:
             raise ConfigError(
-                f"--policy-version {version}: {run} has published versions 0 to {past.ledger_state.newest_version}; choose one of these"
+                f"--policy-version {number}: {run} has published versions 0 to {past.ledger_state.newest_version}; choose one of these"
             )
     total = sum(map(len, by_version.values()))
     notify(f"regenerating {total} samples of {len(prompts)} groups under {len(by_version)} versions: loading the engine")
     with closing(make_engine(config)) as engine:
-        for version, recorded_samples in sorted(by_version.items()):
-            notify(f"version {version}: {len(recorded_samples)} samples")
-            engine.load_weights(version, fetch(log, past.ledger_state.manifests, version, run=run))
+        for number, recorded_samples in sorted(by_version.items()):
+            notify(f"version {number}: {len(recorded_samples)} samples")
+            engine.load_weights(number, fetch(log, past.ledger_state.manifests, number, run=run))
             for completion in generate(engine, prompts, recorded_samples, config=config, stop_ids=stop_ids):
-                yield compare(recorded_samples[completion.group, completion.sample], completion, version=version)
+                yield compare(recorded_samples[completion.group, completion.sample], completion, version=number)
 
 
-def groups_of(past: LedgerHistory, request: ResampleRequest) -> list[int]:
+def groups_of(past: LedgerHistory, *, step: int | None, group: int | None) -> list[int]:
     """Return the numbers of the requested groups. Raises `ConfigError`."""
-    if (request.step is None) == (request.group is None):
+    if (step is None) == (group is None):
         raise ConfigError("give either --step or --group")
-    if request.group is not None:
-        return [request.group]
+    if group is not None:
+        return [group]
     steps = past.steps
-    if request.step is None or request.step not in range(len(steps)):
+    if step is None or step not in range(len(steps)):
         committed = f"steps 0 to {len(steps) - 1} are" if steps else "no step is"
-        raise ConfigError(f"--step {request.step}: this step is not committed; {committed}")
-    return [planned.group for planned in steps[request.step].plan]
+        raise ConfigError(f"--step {step}: this step is not committed; {committed}")
+    return [planned.group for planned in steps[step].plan]
 
 
 def generate(

@@ -19,7 +19,6 @@ from penstock.pipeline.replay.recording import PlanMember, Recording, ranges, re
 from penstock.pipeline.replay.restore_policy import advance_to, apply_rebase, arithmetic, open_policy, weights_of
 from penstock.pipeline.replay.steps import ReplayRequest, Result, await_weights, check_steps, replay_steps
 from penstock.pipeline.runtime.topic_reader import RunReader
-from penstock.pipeline.scheduling import rules
 from penstock.topics.ledger import Entry
 from penstock.topics.rollouts import Rollout
 
@@ -28,22 +27,11 @@ SHOWN = 8
 """Largest number of listed differences per sample, of listed tensors, and of listed distances."""
 
 
-def published_version(recording: Recording, entry: Entry) -> int | None:
-    """Return the policy version that was published directly after a step; None if none was."""
-    done = (entry.step or 0) + 1
-    per_version, steps = recording.config.schedule.steps_per_version, recording.planned_steps
-    count = rules.versions_of if done == steps else rules.version_after
-    version = count(done, steps_per_version=per_version)
-    manifest = recording.ledger_state.manifests.get(version)
-    return version if manifest is not None and manifest.step == done else None
-
-
 def published_as(recording: Recording, repetition: Repetition) -> bool:
     """True if no other weights were published after the step than the recomputed ones, except by a rebase."""
-    version = published_version(recording, repetition.entry)
-    if version is None:
+    manifest = recording.published_after((repetition.entry.step or 0) + 1)
+    if manifest is None:
         return True
-    manifest = recording.ledger_state.manifests[version]
     rebased = any(entry.kind == "rebased" and (entry.step, entry.digest) == (manifest.step, manifest.digest) for entry in recording.entries)
     return rebased or manifest.digest == repetition.weights.digest
 
@@ -53,18 +41,18 @@ def difference(recording: Recording, entry: Entry, altered: list[PlanMember], re
 
     `altered` are groups that are missing or not the planned ones; `repetition` is None if the step could not be trained.
     """
-    version = published_version(recording, entry)
+    manifest = recording.published_after((entry.step or 0) + 1)
     numbers = [] if repetition is None else list(repetition.differences)
-    if repetition is not None and version is not None and not any(number.name == "weights digest" for number in numbers):
-        recorded = recording.ledger_state.manifests[version].digest
-        numbers += [other_weights(repetition.weights.digest, recorded)] if recorded != repetition.weights.digest else []
+    if repetition is not None and manifest is not None and not any(number.name == "weights digest" for number in numbers):
+        digest = repetition.weights.digest
+        numbers += [other_weights(digest, manifest.digest)] if manifest.digest != digest else []
     tensors, note = [], None
     if repetition is not None and numbers:
-        if version is None:
+        if manifest is None:
             note = "no version was published after this step, so tensors cannot be compared"
         else:
             try:
-                tensors = differing_tensors(repetition.weights.tensors, weights_of(recording, version))
+                tensors = differing_tensors(repetition.weights.tensors, weights_of(recording, manifest.version))
             except LogError as error:
                 note = f"the tensors cannot be compared: {error}"
     concerned = {member.planned.group: member for member in altered}
@@ -230,7 +218,8 @@ def _train(policy: PolicyTrainer, recording: Recording, request: ReplayRequest, 
                 return
             repetition = repeat(policy, entry, [member.group for member in step.members if member.group is not None])
             result.steps += 1
-            if entry.digest is not None or published_version(recording, entry) is not None:
+            manifest = recording.published_after((entry.step or 0) + 1)
+            if entry.digest is not None or manifest is not None:
                 result.digests, result.digest = result.digests + 1, repetition.weights.digest
             result.compute_s += repetition.outcome.metrics["compute_s"]
             if altered or repetition.differences or not published_as(recording, repetition):
@@ -239,8 +228,8 @@ def _train(policy: PolicyTrainer, recording: Recording, request: ReplayRequest, 
                     return
             else:
                 result.matching += 1
-            if result.first is not None and (version := published_version(recording, entry)) is not None:
-                distance = drift(repetition.weights.tensors, weights_of(recording, version))
+            if result.first is not None and manifest is not None:
+                distance = drift(repetition.weights.tensors, weights_of(recording, manifest.version))
                 result.drift.append({"step": entry.step or 0, **distance})
     result.whole = True
 

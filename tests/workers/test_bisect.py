@@ -4,6 +4,7 @@ import json
 import shlex
 import shutil
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ def test_the_steps_before_a_metric_of_the_weights_are_responsible_for_it(
     assert (result["step"], result["responsible"]) == (6, 5)
     assert result["work"]["replayed"] == 2 * result["work"]["replays"] > 0, "step 5 is changed, and step 6 measures it"
     assert result["next"].startswith(f"penstock fork {poisoned} --from-step 5")
-    with Recording.open(log, poisoned) as recording:
+    with closing(Recording.open(log, poisoned)) as recording:
         assert unusual_steps(recording, range(STEPS))[0] == 5
 
 

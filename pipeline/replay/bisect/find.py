@@ -196,31 +196,24 @@ LOWER = 0.1
 """Factor by which the learning rate is lowered if no small set of groups is responsible."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BisectRequest:
-    """Test and limits of a bisect. A state is the weights after a number of steps."""
-
-    test: str
-    good: int = 0
-    bad: int | None = None
-    """Later state that fails the test; the newest one if None."""
-    replays: int = 64
-    """Largest number of replays without some groups or with changed settings."""
-
-
-def bisect(recording: Recording, request: BisectRequest, *, against: Config | None = None, notify: Notify) -> dict[str, Any]:
+def bisect(
+    recording: Recording, test: str, *, good: int, bad: int | None, replays: int, against: Config | None, notify: Notify
+) -> dict[str, Any]:
     """Search the step and groups that make the test fail or, with `against`, the settings of that configuration that make it pass.
+
+    The test passes after `good` steps and fails after `bad` (all if None). At most `replays` replays without some groups or with changed
+    settings are made.
 
     Returns plain data for JSON. Raises `ConfigError` for an invalid request, `PenstockError` if a state cannot be measured.
     """
     started, count = time.monotonic(), len(recording.steps)
-    bad = count if request.bad is None else request.bad
-    if not request.good < bad <= count:
-        raise ConfigError(f"--good {request.good} --bad {bad}: {recording.run} has {count} steps; choose 0 <= --good < --bad <= {count}")
-    with closing(Measurer(recording, Criterion.of(request.test), notify, request.replays)) as measurer:
-        search = _Search(recording, measurer, request.good, bad, notify)
+    bad = count if bad is None else bad
+    if not good < bad <= count:
+        raise ConfigError(f"--good {good} --bad {bad}: {recording.run} has {count} steps; choose 0 <= --good < --bad <= {count}")
+    with closing(Measurer(recording, Criterion.of(test), notify, replays)) as measurer:
+        search = _Search(recording, measurer, good, bad, notify)
         result = search.settings(against) if against is not None else search.step()
-    ends = {"run": recording.run, "test": request.test, "good": request.good, "bad": bad}
+    ends = {"run": recording.run, "test": test, "good": good, "bad": bad}
     return {**ends, **result, "work": {**measurer.work, "seconds": round(time.monotonic() - started, 1)}}
 
 

@@ -9,7 +9,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -241,7 +241,7 @@ class Verification:
             self.problems += check_topics(topics, digests, starts)
             self.problems += (changed(name=check, text=text) for check, text in violations)
             try:
-                with reading() as (read_log, run), Recording.open(read_log, run) as recording:
+                with reading() as (read_log, run), closing(Recording.open(read_log, run)) as recording:
                     published = read_published(read_log, run, ends={name: end for name, (_, end) in starts_ends.items()})
                     actual = log_claims(published, stored_secret(run))
                     self._check_model(recording)
@@ -270,7 +270,7 @@ class Verification:
 
     def repeat_steps(self, log: str, reading: Reading, count: int, seed: int, *, trust_code: bool) -> None:
         """Level 3: recompute `count` random steps from the versions published before them, and compare them with the ledger."""
-        with self._level(log) as figures, reading(executes=True) as (read_log, run), Recording.open(read_log, run) as recording:
+        with self._level(log) as figures, reading(executes=True) as (read_log, run), closing(Recording.open(read_log, run)) as recording:
             code = user_code(recording.config, sections=("algorithm", "trainer"))
             require_trusted(recording.registration, trust=Trust(code=trust_code), notify=self.notify, code=code)
             prepare(recording.config)
