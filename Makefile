@@ -208,7 +208,7 @@ image-test: install model
 docs: install
 	@mkdir -p $(SITE_TOOLS)
 	@[ $(SITE_TOOLS)/.stamp -nt docs/requirements.lock ] || { $(UV) venv --quiet --clear --python $(BIN)/python $(SITE_TOOLS) && \
-	  VIRTUAL_ENV=$(SITE_TOOLS) timeout 30 $(UV) pip sync --quiet --require-hashes docs/requirements.lock 2>$(SITE_TOOLS)/error && \
+	  VIRTUAL_ENV=$(SITE_TOOLS) timeout 120 $(UV) pip sync --quiet --require-hashes docs/requirements.lock 2>$(SITE_TOOLS)/error && \
 	  touch $(SITE_TOOLS)/.stamp; } || \
 	  { echo "make docs: the site was not built, as its tools cannot be installed: $$(tail -n 1 $(SITE_TOOLS)/error)" >&2; exit $(UNBUILT); }; \
 	out=$$(NO_MKDOCS_2_WARNING=1 $(SITE_TOOLS)/bin/mkdocs build --strict 2>&1) || { printf '%s\n' "$$out" >&2; exit 1; }; \
