@@ -332,15 +332,11 @@ class CheckpointStore:
             yield
         except (OSError, BackendError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            free = _free_bytes(self.directory)
+            free = 0
+            with contextlib.suppress(OSError):
+                free = shutil.disk_usage(self.directory).free
             needs = f" (it needs about {about_bytes / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free)" if about_bytes else ""
             last = [steps for steps in self.steps() if steps not in self._refused][:1] if self.directory.is_dir() else []
             intact = f"; the checkpoint of step {last[0]} is intact" if last else ""
             then = f"free some space, then: penstock run --resume {run}" if run else "make it writable, or set trainer.checkpoint_dir"
             raise CheckpointError(f"cannot {doing} in {self.directory}: {reason}{needs}{intact}; {then}") from error
-
-
-def _free_bytes(directory: Path) -> int:
-    with contextlib.suppress(OSError):
-        return shutil.disk_usage(directory).free
-    return 0

@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,8 @@ def attack(name: str, folder: Path, isolate: Any) -> tuple[str, int, list[str], 
     bystander = subprocess.Popen(["sleep", "600"], env={"MY_SECRET": SECRET})
     rules = ChildRules(section="reward", isolate=isolate, **LIMITS)  # type: ignore[arg-type]
     with (
-        ChildPool[Any]("hostile_functions:serve", size=1, timeout_s=3.0, retries=0, rules=rules) as pool,
-        ChildPool[Any]("hostile_functions:serve", size=1, timeout_s=30.0, retries=0, rules=rules) as other,
+        closing(ChildPool[Any]("hostile_functions:serve", size=1, timeout_s=3.0, retries=0, rules=rules)) as pool,
+        closing(ChildPool[Any]("hostile_functions:serve", size=1, timeout_s=30.0, retries=0, rules=rules)) as other,
     ):
         sibling = result_of(other, do="pid")
         pids = [bystander.pid, *([sibling] if isolate != "bwrap" else [])]

@@ -173,8 +173,10 @@ class Session:
 
     def __init__(self, host: str, port: int, *, timeout_s: float) -> None:
         self._socket = socket.create_connection((host, port), timeout=timeout_s)
+        self._stream = self._socket.makefile("rb")
 
     def close(self) -> None:
+        self._stream.close()
         self._socket.close()
 
     def request(self, api: tuple[int, int], body: bytes, *, flexible: bool = False) -> bytes:
@@ -223,13 +225,10 @@ class Session:
 
     def _read(self, size: int) -> bytes:
         """Receive exactly `size` bytes. Raises `ConnectionError` at the end of the connection."""
-        parts = b""
-        while len(parts) < size:
-            part = self._socket.recv(size - len(parts))
-            if not part:
-                raise ConnectionError
-            parts += part
-        return parts
+        data = self._stream.read(size)
+        if len(data) < size:
+            raise ConnectionError
+        return data
 
 
 def cluster_id(host: str, port: int, *, timeout_s: float, login: Login | None = None) -> str | None:

@@ -13,8 +13,7 @@ import time
 from collections import deque
 from collections.abc import Container
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from penstock.infra.sandbox.spawn import REWARD, START_ATTEMPTS, STRAY, ChildError, ChildRules, end_child, spawn
 
@@ -243,7 +242,8 @@ class ChildPool(Generic[Key]):
         end = time.monotonic() + timeout_s
         while True:
             self._dispatch()
-            wake = min([end, *(child.deadline for child in self._children), *(call.deadline for call in self._at_work())])
+            calls = [call for child in self._children for call in child.calls.values()]
+            wake = min([end, *(child.deadline for child in self._children), *(call.deadline for call in calls)])
             patience = 0.0 if self._ended or not self.pending else max(0.0, wake - time.monotonic())
             for key, events in self._selector.select(patience):
                 # A child that was replaced in this loop has closed its descriptors.
@@ -269,15 +269,6 @@ class ChildPool(Generic[Key]):
             self._end(child, orderly=True)
         self._waiting.clear()
         self._selector.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def _at_work(self) -> list[_Call[Key]]:
-        return [call for child in self._children for call in child.calls.values()]
 
     def _start(self) -> None:
         """Start a child and send it `init`."""

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from pathlib import Path
@@ -192,7 +193,7 @@ def score_groups(
     `steps` is the run's number of steps, which reward functions receive. Raises `ChildError` if a reward function cannot be loaded.
     """
     settings = {"max_steps": steps, "max_completion_length": config.max_completion_tokens, "by_source": config.data.rewards}
-    with reward_pool(config.reward, size=processes, **settings) as pool:
+    with closing(reward_pool(config.reward, size=processes, **settings)) as pool:
         waiting: dict[int, Case] = {}
         ended: dict[int, ScoredGroup | SkippedGroup] = {}
         yielded = 0

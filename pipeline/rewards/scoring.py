@@ -15,8 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from penstock.infra.sandbox.timed_pool import ChildPool, Done, Failed
 from penstock.pipeline.algorithms.advantages import is_trained, zero_variance
@@ -54,21 +53,18 @@ class FaultCount:
     _broken: str | None = None
 
     def failed(self, reason: str) -> None:
-        self.groups += 1
-        self._count(reason, 1.0)
+        self.partly((reason,), 1)
 
     def partly(self, reasons: Collection[str], samples: int) -> None:
         """Count a group of `samples` samples, some of which failed for these reasons."""
         self.groups += 1
         for reason in reasons:
-            self._count(reason, 1 / samples)
-
-    def _count(self, reason: str, share: float) -> None:
-        fault = fault_of(reason)
-        self.faults[fault] += share
-        count = round(self.faults[fault], 9)
-        if self.on_error == "stop" and count > SHARE * max(self.groups, FEWEST):
-            self._broken = f"{reason}; it failed for {count:g} of {self.groups} groups: fix the function, or set reward.on_error = 'drop'"
+            fault = fault_of(reason)
+            self.faults[fault] += 1 / samples
+            count = round(self.faults[fault], 9)
+            if self.on_error == "stop" and count > SHARE * max(self.groups, FEWEST):
+                advice = "fix the function, or set reward.on_error = 'drop'"
+                self._broken = f"{reason}; it failed for {count:g} of {self.groups} groups: {advice}"
 
     def check(self) -> None:
         """Raise `BrokenReward` if `on_error` is `stop` and a failure was too frequent."""
@@ -164,12 +160,6 @@ class RewardPool(Generic[Key]):
 
     def close(self) -> None:
         self._calls.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def _call(self, key: Key, group: _Group, members: Members, *, slow: bool) -> None:
         group.calls.add(members)

@@ -109,14 +109,6 @@ def admission_limit(schedule: Schedule, *, newest_version: int, dropped: int, st
     return min(window, steps * schedule.prompts_per_step) + schedule.oversample_groups + dropped
 
 
-def admitted_groups(numbers: Container[int], *, since: int = 0) -> range:
-    """Return the range of admitted groups from `since` on, by the group numbers in `prompts`; those after a gap are foreign records."""
-    count = since
-    while count in numbers:
-        count += 1
-    return range(since, count)
-
-
 def slot_of(*, admitted: int, dropped: int) -> int:
     """Position of the next admitted group in the sequence of trained groups."""
     return admitted - dropped
@@ -309,7 +301,9 @@ class IdSet:
         bits[bit >> 3] = after = before | 1 << (bit & 7)
         self._count += before != after
         if after == 0xFF and before != after and page == self._full:
-            self._free_full_pages()
+            while self._pages.get(self._full) == _FULL:
+                del self._pages[self._full]
+                self._full += 1
 
     def __contains__(self, number: object) -> bool:
         if not isinstance(number, int):
@@ -335,12 +329,6 @@ class IdSet:
             raise ValueError("a page has the wrong length")
         return ids
 
-    def _free_full_pages(self) -> None:
-        """Drop the first stored pages as long as they are full, and count them."""
-        while self._pages.get(self._full) == _FULL:
-            del self._pages[self._full]
-            self._full += 1
-
 
 STATUSES = ("trained", "filtered", "stale", "failed", "abandoned", "unused")
 """Final statuses of a group."""
@@ -364,7 +352,9 @@ def group_status(outcome: str | None, *, trained: bool, stale: bool, ended: bool
 def group_statuses(
     admitted: Container[int], outcomes: Mapping[int, str], *, trained: Iterable[int], stale: Container[int], ended: bool, since: int = 0
 ) -> dict[int, str]:
-    """Final or open status of each admitted or trained group from number `since` on."""
-    members = set(trained)
-    groups = [*(numbers := admitted_groups(admitted, since=since)), *sorted(members.difference(numbers))]
+    """Final or open status of each group from number `since` on, by the group numbers in `prompts`, and of each trained group."""
+    members, end = set(trained), since
+    while end in admitted:  # numbers after a gap are those of foreign records
+        end += 1
+    groups = [*range(since, end), *sorted(members.difference(range(since, end)))]
     return {group: group_status(outcomes.get(group), trained=group in members, stale=group in stale, ended=ended) for group in groups}

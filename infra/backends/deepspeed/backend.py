@@ -80,7 +80,8 @@ class Shards:
         """AdamW's step count; None without moments."""
         self._pieces: dict[str, list[tuple[Mapping[str, torch.Tensor], int, int]]] = defaultdict(list)
         """Parameter -> its pieces in order: flat states, start and number of elements."""
-        parts = [read_stored(file)["optimizer_state_dict"] for file in sorted(optimizers, key=_rank_of)]
+        optimizers.sort(key=lambda file: int(file.name.split("zero_pp_rank_")[1].split("_")[0]))
+        parts = [read_stored(file)["optimizer_state_dict"] for file in optimizers]
         for rank, part in enumerate(parts):
             flat = part["fp32_flat_groups" if "fp32_flat_groups" in part else "single_partition_of_fp32_groups"]
             states = part["optimizer_state_dict" if "fp32_flat_groups" in part else "base_optimizer_state"]["state"]
@@ -186,10 +187,6 @@ def _publish(optimizer: Any) -> None:
         for part, new in zip(parts, optimizer.unflatten(weights, parts), strict=True):
             part.data = new.data
     optimizer.checkpoint_event_epilogue()
-
-
-def _rank_of(file: Path) -> int:
-    return int(file.name.split("zero_pp_rank_")[1].split("_")[0])
 
 
 TAG = "deepspeed"

@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
@@ -238,7 +239,8 @@ def generate(config: Config, environment: Mapping[str, str]) -> dict[str, Any]:
     Returns `samples`: row, prompt, completion, token_ids and finish of each; `load_s`, `generate_s`, `training_s`. Raises `PenstockError`.
     """
     init, limit_s = {"config": to_json(config), "environment": dict(environment)}, GENERATE_LIMIT_S
-    with ChildPool[int](CHILD, size=1, init=init, timeout_s=limit_s, retries=0, start_timeout_s=limit_s, rules=_ENGINE) as pool:
+    child = ChildPool[int](CHILD, size=1, init=init, timeout_s=limit_s, retries=0, start_timeout_s=limit_s, rules=_ENGINE)
+    with closing(child) as pool:
         ended = _ended(pool, {})
     if isinstance(ended, Failed):
         raise PenstockError(f"generating: {ended.reason}")
@@ -257,7 +259,7 @@ def score(config: Config, groups: Iterable[Tried], *, at_least: int | None = Non
     """
     reward, renderer, scores, started = config.reward, Renderer.of(config), list[rewards.Score](), time.monotonic()
     settings: dict[str, Any] = {"max_completion_length": config.max_completion_tokens, "by_source": config.data.rewards}
-    with reward_child.reward_pool(reward, max_steps=config.run.steps or 1, **settings) as pool:
+    with closing(reward_child.reward_pool(reward, max_steps=config.run.steps or 1, **settings)) as pool:
         for row, completions, ids, played in groups:
             if at_least is not None and len(scores) >= at_least and time.monotonic() - started > TRY_S:
                 break

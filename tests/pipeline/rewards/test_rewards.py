@@ -1,6 +1,7 @@
 """Rewards: TRL's conventions hold, and a broken reward is a failure with its reason, never a zero."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def test_a_function_that_asks_for_token_ids_lengths_and_the_trainers_state_gets_
 
 def test_they_reach_functions_in_a_child_process(folder: Path) -> None:
     init = reward_child.spec(["mine.py:trl_style", "soft_overlong"], base_dir=folder, max_steps=4, max_completion_length=5)
-    with ChildPool[int](reward_child.CHILD, size=1, timeout_s=120.0, init=init) as pool:
+    with closing(ChildPool[int](reward_child.CHILD, size=1, timeout_s=120.0, init=init)) as pool:
         pool.submit(0, reward_child.payload(["a"], prompt="p", messages=None, columns={}, completion_ids=[[1, 2, 3, 4, 5]], step=1))
         (done,) = pool.poll(120.0)
     assert isinstance(done, Done)
@@ -270,7 +271,7 @@ def test_reasoning_gym_scores_by_the_task_itself() -> None:
 
 def test_children_score_groups_and_outlive_what_hangs_crashes_and_prints(folder: Path) -> None:
     init = reward_child.spec(["exact_match", "mine.py:hangs"], [1.0, 0.5], base_dir=folder)
-    with ChildPool[str](reward_child.CHILD, size=1, timeout_s=2.0, init=init) as pool:
+    with closing(ChildPool[str](reward_child.CHILD, size=1, timeout_s=2.0, init=init)) as pool:
         for key, completions in (("good", ["7", "8"]), ("hung", ["7", "hang"]), ("gone", ["exit", "8"]), ("last", ["7", "7"])):
             pool.submit(key, reward_child.payload(completions, prompt="p", messages=None, columns={"answer": "7"}))
         ended: dict[str, Done[str] | Failed[str]] = {}
@@ -285,7 +286,9 @@ def test_children_score_groups_and_outlive_what_hangs_crashes_and_prints(folder:
 
 
 def test_a_childs_failure_names_the_reward_and_the_line(folder: Path) -> None:
-    with ChildPool[int](reward_child.CHILD, size=1, timeout_s=120.0, init=reward_child.spec(["mine.py:breaks"], base_dir=folder)) as pool:
+    with closing(
+        ChildPool[int](reward_child.CHILD, size=1, timeout_s=120.0, init=reward_child.spec(["mine.py:breaks"], base_dir=folder))
+    ) as pool:
         pool.submit(0, reward_child.payload(["a"], prompt="p", messages=None, columns={}))
         (failed,) = pool.poll(120.0)
     assert isinstance(failed, Failed)

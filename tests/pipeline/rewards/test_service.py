@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -144,7 +145,7 @@ def test_one_child_has_many_groups_at_a_service_at_a_time(serve: Serve) -> None:
             await asyncio.sleep(0.005)
         return JSONResponse({"rewards": [1.0]})
 
-    with ChildPool[int](CHILD, size=1, timeout_s=120.0, init=spec([serve(meet)], concurrency=40)) as pool:
+    with closing(ChildPool[int](CHILD, size=1, timeout_s=120.0, init=spec([serve(meet)], concurrency=40))) as pool:
         for number in range(40):
             pool.submit(number, payload(["a"], prompt="p", messages=None, columns={"number": number}))
         ended: list[Any] = []
