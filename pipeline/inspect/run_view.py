@@ -259,10 +259,6 @@ class RunView:
         return len(self.steps) + self.past.steps
 
     @property
-    def outcomes(self) -> Counter[str]:
-        return Counter(facts.outcome for facts in self.groups.values()) + self.past.outcomes
-
-    @property
     def version(self) -> int | None:
         return max(self.versions, default=None)
 

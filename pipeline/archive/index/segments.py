@@ -135,7 +135,9 @@ class Segments:
                         continue
                     path = self.directory / name
                     file = _File(first, last, path, *_opened(path))
-                    if first != (files[-1].last + 1 if files else 0) or not self._is_ours(file.table):
+                    state = _state(file.table)
+                    is_ours = state.get("format") == FORMAT and self._identity in (None, state.get("identity"))
+                    if first != (files[-1].last + 1 if files else 0) or not is_ours:
                         break
                     files.append(file)
                 return files
@@ -143,10 +145,6 @@ class Segments:
                 if error.errno != errno.ENOENT:  # a missing file was merged by the writer: list the files again
                     raise
         return []
-
-    def _is_ours(self, table: pa.Table) -> bool:
-        state = _state(table)
-        return state.get("format") == FORMAT and self._identity in (None, state.get("identity"))
 
     def _clear(self) -> None:
         """Delete unfinished files, files of another identity, and files that a merge replaced more than `GRACE_S` ago."""

@@ -70,7 +70,7 @@ class Server:
         """`writable`: pages may change the notes of runs. Raises `OSError` if the port is taken."""
         self._socket = socket.create_server((host, port), backlog=128)
         self.server_address: tuple[str, int] = self._socket.getsockname()
-        self.runs, self.token, self.writable = Runs(log), token, writable
+        self.runs, self.token, self.writable, self._base = Runs(log), token, writable, f"/{token}"
         self.questions = threading.BoundedSemaphore(pages.AT_ONCE)
         app = Guard(Starlette(routes=self._routes()), self)
         settings = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
@@ -113,9 +113,6 @@ class Server:
         ]
         return [*routes, Route(run, self._page(pages.run))]
 
-    def _base(self) -> str:
-        return f"/{self.token}"
-
     def _page(self, make: Callable[..., Any]) -> Callable[[Request], Any]:
         """Return the handler for a function of `pages.Address` that returns (template, facts), a response, bytes, or data for JSON.
 
@@ -126,13 +123,13 @@ class Server:
             try:
                 if (name := request.path_params.get("run")) is not None and (run := resolve(self.runs.log, name)) != name:
                     rest = request.url.path.removeprefix(f"/r/{name}") + (f"?{request.url.query}" if request.url.query else "")
-                    return RedirectResponse(f"{self._base()}/r/{run}{rest}")
+                    return RedirectResponse(f"{self._base}/r/{run}{rest}")
                 made, status = make(pages.Address(self.runs, request.query_params, **request.path_params, writable=self.writable)), 200
             except (PenstockError, ValueError) as error:
                 made, status = {"problem": " ".join(str(error).split())}, 400
                 made = ("problem.html", made) if "text/html" in request.headers.get("accept", "") else made
             if isinstance(made, tuple):
-                return Response(render(made[0], base=self._base(), **made[1]), status, media_type="text/html")
+                return Response(render(made[0], base=self._base, **made[1]), status, media_type="text/html")
             return made if isinstance(made, Response) else Response(made) if isinstance(made, bytes) else AsciiJson(made, status)
 
         return respond
@@ -168,7 +165,7 @@ class Server:
 
         def save(address: pages.Address) -> Response:
             write_note(address.run, Note(name=name or None, text=text or None, tags=tuple(dict.fromkeys(tags.split()))))
-            return RedirectResponse(f"{self._base()}/r/{address.run}", 303)
+            return RedirectResponse(f"{self._base}/r/{address.run}", 303)
 
         return await run_in_threadpool(self._page(save), request)  # type: ignore[no-any-return]
 
@@ -187,7 +184,7 @@ class Server:
             except PenstockError as error:
                 yield _event("problem", " ".join(str(error).split()))
                 return
-            text = await run_in_threadpool(render, "_live.html", base=self._base(), file=False, **page)
+            text = await run_in_threadpool(render, "_live.html", base=self._base, file=False, **page)
             for name, data in (("facts", text.decode()), ("curves", json.dumps(page["curves"]))):
                 if last.get(name) != data:
                     last[name] = data

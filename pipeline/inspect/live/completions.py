@@ -1,5 +1,6 @@
 """Selects the completions that the live view shows: the best of the recent groups, and the newest. Only these payloads are decoded."""
 
+import contextlib
 import math
 from collections import deque
 from dataclasses import dataclass, field
@@ -50,10 +51,11 @@ class Completions:
         """Remember a record if it is a group with rewards in one part. `folded` is what `RunView.fold` returned for the record."""
         if record.topic != f"{self.run}.groups":
             return
-        headers = folded if isinstance(folded, Headers) else self._checked(record)
-        if headers is not None and headers.reward_mean is not None and headers.parts == 1:
-            self._records.append((headers.reward_mean, record))
-            self._stale = True
+        with contextlib.suppress(Unusable):
+            headers = folded if isinstance(folded, Headers) else groups.check(record, run=self.run)
+            if headers.reward_mean is not None and headers.parts == 1:
+                self._records.append((headers.reward_mean, record))
+                self._stale = True
 
     def shown(self) -> list[Completion]:
         """Return the best sample of the recent group with the highest mean reward, and the first sample of the newest group."""
@@ -68,12 +70,6 @@ class Completions:
             if newest is not None:
                 self._shown.append(self._completion("newest", newest, newest.samples[0]))
         return self._shown
-
-    def _checked(self, record: Record) -> Headers | None:
-        try:
-            return groups.check(record, run=self.run)
-        except Unusable:
-            return None
 
     def _read(self, record: Record) -> groups.Group | None:
         """Decode a group, and remember its prompt, with which chat templates are detected; None if it is unusable."""

@@ -316,17 +316,13 @@ class Outcome:
         return min(1.0, self.generate_s / self.wall_s)
 
     @property
-    def samples_per_s(self) -> float:
-        return self.samples / self.wall_s
-
-    @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.wall_s
 
     def as_json(self) -> dict[str, Any]:
         """The measurements as plain data, of the rounds their medians."""
         return {
-            "wall_s": self.wall_s, "samples_per_s": self.samples_per_s, "tokens_per_s": self.tokens_per_s,
+            "wall_s": self.wall_s, "samples_per_s": self.samples / self.wall_s, "tokens_per_s": self.tokens_per_s,
             "trainer_waiting_ratio": self.trainer_waiting_ratio, "trainer_wait_s": self.trainer_wait_s,
             "trainer_compute_s": self.trainer_compute_s, "rollout_to_train_end_s": statistics.median(self.rollout_to_train_end_s),
             "first_dispatch_s": statistics.median(self.first_dispatch_s), "rollout_busy_share": self.rollout_busy_share,

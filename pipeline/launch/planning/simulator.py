@@ -1,7 +1,8 @@
 """Discrete-event simulation of a run: feeder, rollout workers and trainer."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,14 +69,7 @@ class _Run:
 
     def generated(self, worker: SimulatedWorker, group: SimulatedGroup) -> None:
         """Give a group that a worker has finished or aborted its outcome, after the time that delivery takes."""
-        if self.work.deliver_s:
-            self.world.process(self._deliver(worker, group))
-        else:
-            self._outcome(worker, group)
-
-    def _deliver(self, worker: SimulatedWorker, group: SimulatedGroup) -> Process:
-        yield self.world.timeout(self.work.deliver_s)
-        self._outcome(worker, group)
+        self._after(self.work.deliver_s, partial(self._outcome, worker, group))
 
     def _outcome(self, worker: SimulatedWorker, group: SimulatedGroup) -> None:
         """Apply a group's outcome, which feeder and trainer read from the log."""
@@ -84,14 +78,16 @@ class _Run:
         if outcome != "scored":
             self.dropped[outcome] += 1
         self.feed()
-        if self.work.take_s:
-            self.world.process(self._take(group, outcome))
-        else:
-            self._taken(group, outcome)
+        self._after(self.work.take_s, partial(self._taken, group, outcome))
 
-    def _take(self, group: SimulatedGroup, outcome: str) -> Process:
-        yield self.world.timeout(self.work.take_s)
-        self._taken(group, outcome)
+    def _after(self, delay_s: float, act: Callable[[], None]) -> None:
+        """Call a function after a delay, or at once without one."""
+
+        def later() -> Process:
+            yield self.world.timeout(delay_s)
+            act()
+
+        self.world.process(later()) if delay_s else act()
 
     def _taken(self, group: SimulatedGroup, outcome: str) -> None:
         """Give a finished group to the step selector, and wake the trainer if it waits for groups."""

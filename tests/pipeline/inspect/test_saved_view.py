@@ -1,6 +1,7 @@
 """A view that forgets what has ended, and one that is read back from the topic `state`, say the same as one that holds everything."""
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 
@@ -49,7 +50,8 @@ def folded(records: Sequence[Record], view: RunView | None = None, *, forgets: b
 def said(view: RunView) -> object:
     """What people are told of it."""
     now_s = 1_700_001_000.0
-    numbers = view.progress, view.steps_done, view.outcomes, view.version, len(view.admitted), view.repeated, waiting_for(view)
+    outcomes = Counter(facts.outcome for facts in view.groups.values()) + view.past.outcomes
+    numbers = view.progress, view.steps_done, outcomes, view.version, len(view.admitted), view.repeated, waiting_for(view)
     return standing(view, now_s=now_s), line(view, now_s=now_s), numbers
 
 
