@@ -198,7 +198,9 @@ class CheckpointStore:
         self.directory, self._keep_last, self._keep_every = directory, keep_last, keep_every
         self._refused: set[int] = set()
         self._accuracies: dict[int, float] = {}
-        self.best = self._read_best()
+        self.best: Best | None = None
+        with contextlib.suppress(OSError, ValueError, TypeError):  # none is recorded
+            self.best = Best(**json.loads((directory / BEST).read_bytes()))
         if to_read:
             return
         with self._explained("use the checkpoint directory"):
@@ -297,12 +299,6 @@ class CheckpointStore:
         self.best = best
         with self._explained("note the best checkpoint"):
             write_complete(self.directory / BEST, json.dumps(asdict(best)))
-
-    def _read_best(self) -> Best | None:
-        try:
-            return Best(**json.loads((self.directory / BEST).read_bytes()))
-        except (OSError, ValueError, TypeError):
-            return None
 
     def _remove_others(self) -> None:
         """Delete the checkpoints that are unusable or not to be retained."""

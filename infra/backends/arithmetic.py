@@ -33,11 +33,7 @@ def fix_arithmetic(settings: BackendSettings) -> None:
     torch.set_float32_matmul_precision("high" if settings.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = settings.tf32
     torch.utils.deterministic.fill_uninitialized_memory = False  # no operation here reads uninitialised memory; filling it costs 15 %
-    _keep_freed_memory()
-
-
-def _keep_freed_memory() -> None:
-    """Make glibc keep freed blocks: by default it maps and unmaps each activation, which takes half of a small model's step."""
+    # By default glibc maps and unmaps each activation, which takes half of a small model's step: let it keep freed blocks.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         trim_threshold, mmap_threshold = -1, -3

@@ -123,10 +123,12 @@ class Uploader:
         time.sleep(min(seconds, FIRST_PAUSE_S))
 
     def _advance(self) -> None:
-        """Connect if needed, send the next batch, and end if everything is delivered."""
+        """Connect if needed, wait for points, send the next batch, and end if everything is delivered."""
         if self._mlflow_run is None:
             self._mlflow_run = self._connect()
-        self._gather()
+        with self._changed:
+            self._changed.wait_for(lambda: self._journal.end > self._offset or self._ending or self._to_register())
+            self._changed.wait_for(lambda: self._ending or self.queued >= MAX_POINTS, GATHER_S)
         end, ending = self._journal.end, self._ending
         deliveries, offset = self._journal.read(self._offset, max_points=MAX_POINTS - 1)
         new = [delivery for delivery in deliveries if delivery.number >= self._mlflow_run.position.get(delivery.source, 0)]
@@ -159,9 +161,3 @@ class Uploader:
             self.run_id = run.run_id
             self._changed.notify_all()
         return run
-
-    def _gather(self) -> None:
-        """Wait until there is work, and `GATHER_S` more for further points."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._journal.end > self._offset or self._ending or self._to_register())
-            self._changed.wait_for(lambda: self._ending or self.queued >= MAX_POINTS, GATHER_S)

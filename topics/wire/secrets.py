@@ -21,16 +21,11 @@ def without_passwords(text: str) -> str:
         return text
     inner = table.get("config")
     config: dict[str, Any] = inner if isinstance(inner, dict) else table
-    return json.dumps(table) if _scrub(config) else text
-
-
-def _scrub(config: dict[str, Any]) -> bool:
-    """Remove credentials from a configuration; returns True if there were any."""
     kafka, mlflow = config.get("kafka"), config.get("mlflow")
     removed = isinstance(kafka, dict) and kafka.pop("security", None) is not None
     if isinstance(mlflow, dict) and isinstance(uri := mlflow.get("tracking_uri"), str) and (shown := without_password(uri)) != uri:
         mlflow["tracking_uri"], removed = shown, True
-    return removed
+    return json.dumps(table) if removed else text
 
 
 def without_password(uri: str) -> str:

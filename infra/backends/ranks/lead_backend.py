@@ -104,18 +104,14 @@ def run_command(backend: Backend, message: dict[str, Any], processes: "ProcessSe
             backend.join_weights()
         case "load_weights":
             backend.load_weights(processes.receive_tensors())
-        case "save" | "load":
-            processes.reply(_mistake(backend, message["do"], message["directory"]))
+        case "save" | "load" as do:
+            mistake = None
+            try:
+                getattr(backend, do)(message["directory"])
+            except (PenstockError, OSError) as error:  # rank 0 raises it
+                mistake = str(error)
+            processes.reply(mistake)
         case "close":
             backend.close()
         case other:
             raise AssertionError(f"unknown command {other!r} of rank 0")
-
-
-def _mistake(backend: Backend, do: str, directory: str) -> str | None:
-    """Run `save` or `load`; return its error as text for rank 0 to raise, None if it succeeded."""
-    try:
-        getattr(backend, do)(directory)
-    except (PenstockError, OSError) as error:
-        return str(error)
-    return None

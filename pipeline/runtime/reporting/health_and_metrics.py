@@ -165,14 +165,14 @@ def cpu_s() -> float:
     return spent
 
 
-def serve(health: Health, text: str | None = None, *, notify: Callable[[str], None] = print) -> Callable[[], None]:
-    """Start to serve probes and metrics at `text`, by default at the address in the environment; return the function that stops it.
+def serve(health: Health, text: str | None = None, *, notify: Callable[[str], None] = print) -> WSGIServer | None:
+    """Start to serve probes and metrics at `text`, by default at the address in the environment; return the server.
 
-    Without an address nothing is served. Raises `ConfigError` for a malformed address and for a port in use.
+    Without an address nothing is served and None returned. Raises `ConfigError` for a malformed address and for a port in use.
     """
     address = text or os.environ.get(HEALTH)
     if not address:
-        return lambda: None
+        return None
     host, port = address_of(address)
     try:
         server = make_server(host, port, health.respond, server_class=_Server, handler_class=_Silent)
@@ -180,12 +180,7 @@ def serve(health: Health, text: str | None = None, *, notify: Callable[[str], No
         raise ConfigError(f"--health {address}: {error.strerror or error}; choose another port") from error
     threading.Thread(target=server.serve_forever, daemon=True, name="health").start()
     notify(f"health and metrics at http://{f'[{host}]' if ':' in host else host}:{server.server_port}")
-
-    def close() -> None:
-        server.shutdown()
-        server.server_close()
-
-    return close
+    return server
 
 
 def _response(problem: str | None) -> Response:

@@ -238,15 +238,11 @@ class Reporter:
         self.throttled.sum_up()
         self.producer.check()
         self._count_time()
-        self._print_activity()
-        self.send(kind="status", values=self.numbers(), labels=self.labels)
-
-    def _print_activity(self) -> None:
-        """Print the activity if it differs from the last printed one, at most every `PRINT_EVERY_S`."""
-        now, doing = time.monotonic(), self.labels.get("doing", "")
-        if doing != self._printed and now - self._printed_s >= PRINT_EVERY_S:
-            self._printed, self._printed_s = doing, now
+        doing = self.labels.get("doing", "")
+        if doing != self._printed and self.turned_s - self._printed_s >= PRINT_EVERY_S:
+            self._printed, self._printed_s = doing, self.turned_s
             self.notify(doing)
+        self.send(kind="status", values=self.numbers(), labels=self.labels)
 
     def send(
         self,

@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
+from wsgiref.simple_server import WSGIServer
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -32,11 +33,17 @@ def health() -> Health:
     return Health(reporter, threading.Event())
 
 
+def stop(server: WSGIServer | None) -> None:
+    assert server is not None
+    server.shutdown()
+    server.server_close()
+
+
 @pytest.fixture
 def url(health: Health, capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
-    close = serve(health, "0")
+    server = serve(health, "0")
     yield "http://" + capsys.readouterr().out.rpartition("http://")[2].strip()
-    close()
+    stop(server)
 
 
 def asked(url: str) -> tuple[int, str]:
@@ -144,7 +151,7 @@ def test_without_a_port_nothing_listens_and_a_wrong_or_taken_one_is_an_error_of_
 ) -> None:
     monkeypatch.delenv(HEALTH, raising=False)
     before = threading.active_count()
-    serve(health)()
+    assert serve(health) is None
     assert threading.active_count() == before
     assert (address_of("9100"), address_of("0.0.0.0:80"), address_of("[::1]:80")) == (("127.0.0.1", 9100), ("0.0.0.0", 80), ("::1", 80))
     for text in ("http", "host:", "70000"):
@@ -157,10 +164,10 @@ def test_without_a_port_nothing_listens_and_a_wrong_or_taken_one_is_an_error_of_
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6")
 def test_a_star_is_every_address_of_both_protocols(health: Health, capsys: pytest.CaptureFixture[str]) -> None:
-    close = serve(health, "*:0")
+    server = serve(health, "*:0")
     port = capsys.readouterr().out.strip().rpartition(":")[2]
     assert [asked(f"http://{host}:{port}/livez")[0] for host in ("127.0.0.1", "[::1]")] == [200, 200]
-    close()
+    stop(server)
 
 
 def test_a_line_of_the_log_has_date_level_run_and_worker_as_text_and_as_json(
