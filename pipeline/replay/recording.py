@@ -40,10 +40,10 @@ class Recording:
     config: Config
     info: dict[str, Any]
     ledger_state: LedgerState
+    _tail: Tail
     entries: list[Entry] = field(default_factory=list)
     steps: list[Entry] = field(default_factory=list)
     """The committed steps; step n has index n."""
-    _tail: Tail | None = None
 
     @classmethod
     def open(cls, log: Log, run: str, *, model: Path | None = None) -> Self:
@@ -54,15 +54,15 @@ class Recording:
             raise RunNotFound(run)
         config = from_json(record.config)
         config = config if model is None else with_model(config, model.resolve())
-        recording = cls(log, run, registered, record, config, json.loads(record.info), LedgerState(run))
         partitions = [(f"{run}.ledger", 0), (f"{run}.weights", 0)]
         for (topic, partition), start in log.beginning_offsets(partitions).items():
             if start:
                 raise PenstockError(
                     f"{run} cannot be replayed: offsets 0 to {start - 1} of {topic}/{partition} were deleted; import an export with them"
                 )
-        recording._tail = log.tail(dict.fromkeys(partitions, "earliest"))
-        for ledger_record in drain(recording._tail, log.end_offsets(partitions)):
+        tail = log.tail(dict.fromkeys(partitions, "earliest"))
+        recording = cls(log, run, registered, record, config, json.loads(record.info), LedgerState(run), tail)
+        for ledger_record in drain(tail, log.end_offsets(partitions)):
             recording._apply(ledger_record)
         return recording
 
@@ -83,13 +83,11 @@ class Recording:
 
     def wait(self, timeout_s: float = POLL_S) -> None:
         """Wait up to `timeout_s` for new ledger entries or manifests, and apply them."""
-        assert self._tail is not None
         for record in self._tail.poll(timeout_s):
             self._apply(record)
 
     def close(self) -> None:
-        if self._tail is not None:
-            self._tail.close()
+        self._tail.close()
 
     def published_after(self, steps: int) -> Manifest | None:
         """Return the manifest of the policy version that was published after this many steps; None if none was."""

@@ -39,21 +39,17 @@ class RunIndex:
         self._tables: dict[str, list[pa.Table]] = {"groups": [], "steps": []}
         self._files: dict[str, Segments] = {}
         self._paths: dict[str, list[Path]] = {"groups": [], "steps": []}
-        self._positions: dict[Partition, int] = {}
+        self.positions: dict[Partition, int] = {}
+        """Partition -> first offset that is not in the index; a missing partition has to be read from its start."""
         if directory is not None:
             self._open(directory, str(created_ns), write=write)
-
-    @property
-    def positions(self) -> dict[Partition, int]:
-        """Partition -> first offset that is not in the index; a missing partition has to be read from its start."""
-        return dict(self._positions)
 
     def add(self, record: Record) -> None:
         """Add a record to the index. Raises `Unusable` for a record that cannot be read, and changes nothing then."""
         tp = record.topic, record.partition
-        if record.offset < self._positions.get(tp, 0):
+        if record.offset < self.positions.get(tp, 0):
             return
-        self._positions[tp] = record.offset + 1
+        self.positions[tp] = record.offset + 1
         self._rows.add(record)
         self._settle(ROWS)
 
@@ -61,7 +57,7 @@ class RunIndex:
         """Add all records up to the current ends of the topics. `decoding` is a context around each record. Raises `LogError`."""
         reader = RunReader(log, self.run)
         for topics in (TOPICS[:1], TOPICS[1:]):  # dead letters first, because they name records that must not be decoded
-            for record in reader.records(*topics, since=self._positions):
+            for record in reader.records(*topics, since=self.positions):
                 with contextlib.suppress(Unusable), decoding(record):  # a worker reports the record as a dead letter
                     self.add(record)
 
@@ -103,12 +99,12 @@ class RunIndex:
                     self._files[name] = files
                 self._tables[name], self._paths[name], states[name] = files.tables, files.paths, files.state
         rows, groups, steps = self._rows, states.get("groups", {}), states.get("steps", {})
-        self._positions = {(f"{self.run}.{topic}", number): offset for topic, number, offset in groups.get("positions", ())}
+        self.positions = {(f"{self.run}.{topic}", number): offset for topic, number, offset in groups.get("positions", ())}
         rows.closed, rows.steps_from = groups.get("closed", False), steps.get("ledger", 0)
         # Read the ledger from the smaller of the two tables' offsets.
         ledger = self.run + ".ledger", 0
         first = min((groups, steps), key=lambda state: state.get("ledger", 0))
-        rows.last_seq, self._positions[ledger] = first.get("seq", -1), first.get("ledger", 0)
+        rows.last_seq, self.positions[ledger] = first.get("seq", -1), first.get("ledger", 0)
         if "done" in groups:
             rows.done = IdSet.from_json(groups["done"])
 
@@ -126,7 +122,7 @@ class RunIndex:
             self._tables[name].append(table)
             return
         low = self._rows.low() if name == "groups" else {}
-        at = self._positions | low
+        at = self.positions | low
         seq = self._rows.seq_before() if name == "groups" else self._rows.last_seq
         state: dict[str, Any] = {"closed": self._rows.closed, "seq": seq}
         if name == "groups":

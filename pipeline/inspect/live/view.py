@@ -206,9 +206,18 @@ class LiveView:
                 self.tell(f"  {completion.line(PLAIN_WIDTH)}")
 
     def _tell(self, folded: object) -> None:
-        """Print a line about an evaluation or a dead letter (a record that a worker refused); nothing for other records."""
+        """Print a line about an evaluation or a dead letter (a record that a worker refused); nothing for other records.
+
+        Of the dead letters of a kind, each of the first `DEAD_LETTERS_SHOWN` is printed, then only their count at powers of ten.
+        """
         if isinstance(folded, DeadLetter):
-            self._tell_dead_letter(folded)
+            self._dead_letter_counts[folded.kind] += 1
+            count = self._dead_letter_counts[folded.kind]
+            if count <= DEAD_LETTERS_SHOWN:
+                record_name = f"{folded.topic.removeprefix(f'{self.view.run}.')}/{folded.partition}/{folded.offset}"
+                self.tell(f"dead letter: {record_name} {folded.kind}: {folded.reason}", style="yellow")
+            elif count in (10, 100, 1_000, 10_000, 100_000):
+                self.tell(f"dead letters: {count:,} of kind {folded.kind}; the newest: {folded.reason}", style="yellow")
         elif isinstance(folded, Measurement) and folded.kind == "eval":
             scores = [score for how in ("greedy", "sampled") if (score := held_out(folded.values, how)) is not None]
             self.tell(f"version {folded.version}: held out {', '.join(scores)}", style="blue")
@@ -233,13 +242,3 @@ class LiveView:
     def _refresh(self) -> None:
         assert self._live is not None
         self._live.update(self._frame(), refresh=True)
-
-    def _tell_dead_letter(self, dead_letter: DeadLetter) -> None:
-        """Print each of the first `DEAD_LETTERS_SHOWN` dead letters of a kind, then only their count at powers of ten."""
-        self._dead_letter_counts[dead_letter.kind] += 1
-        count = self._dead_letter_counts[dead_letter.kind]
-        if count <= DEAD_LETTERS_SHOWN:
-            record_name = f"{dead_letter.topic.removeprefix(f'{self.view.run}.')}/{dead_letter.partition}/{dead_letter.offset}"
-            self.tell(f"dead letter: {record_name} {dead_letter.kind}: {dead_letter.reason}", style="yellow")
-        elif count in (10, 100, 1_000, 10_000, 100_000):
-            self.tell(f"dead letters: {count:,} of kind {dead_letter.kind}; the newest: {dead_letter.reason}", style="yellow")
