@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 from benchmarks.speed.vllm import Bare, open_bare
 from penstock.infra.kafka.log import KafkaLog
@@ -49,7 +50,7 @@ def engine(recording: Recording, steps: list[list[Group]]) -> Callable[[], int]:
 
 def main(stage: str, bootstrap: str, run: str) -> None:
     """Load, then work for each line on stdin."""
-    with Recording.open(KafkaLog(bootstrap), run) as recording:
+    with closing(Recording.open(KafkaLog(bootstrap), run)) as recording:
         prepare(recording.config)
         reads = PlannedGroups(recording.log, run)
         steps = [[member.group for member in reads.read(entry.plan) if member.group is not None] for entry in recording.steps]

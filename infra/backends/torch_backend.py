@@ -1,6 +1,7 @@
 """Trainer backend on plain torch, and the base of all backends: forward passes, frozen policies, fingerprint, export."""
 
 import contextlib
+import math
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -226,26 +227,19 @@ def update_norm(optimizer: torch.optim.Optimizer) -> float:
     if not states:
         return 0.0  # no parameter ever had a gradient
     steps = torch.stack([state["step"] for _, state in states]).tolist()
-    # In pieces: full copies of an embedding's moments would be the step's peak of memory.
-    pieces = [
-        (number, *moments, 1 - group["betas"][1] ** count, group["eps"])
-        for number, ((group, state), count) in enumerate(zip(states, steps, strict=True))
-        for moments in zip(*(state[name].flatten().split(2**22) for name in ("exp_avg", "exp_avg_sq")), strict=True)
-    ]
-    together, sums = 1 if pieces[0][1].device.type == "cpu" else 16, list[torch.Tensor]()
-    for first in range(0, len(pieces), together):
-        _, averages, squares, corrections, eps = map(list, zip(*pieces[first : first + together], strict=True))
-        scales = torch._foreach_div(squares, corrections)
-        torch._foreach_sqrt_(scales)
-        torch._foreach_add_(scales, eps)
-        updates = torch._foreach_div(averages, scales)
-        torch._foreach_mul_(updates, updates)
-        sums += [update.sum() for update in updates]
-    squares_of = [0.0] * len(states)
-    for (number, *_), value in zip(pieces, torch.stack(sums).tolist(), strict=True):
-        squares_of[number] += value
-    rates = [group["lr"] / (1 - group["betas"][0] ** count) for (group, _), count in zip(states, steps, strict=True)]
-    return float(sum(value * rate**2 for value, rate in zip(squares_of, rates, strict=True)) ** 0.5)
+    first = states[0][1]["exp_avg"]
+    # A piece and its moments stay in a CPU core's cache.
+    buffer = first.new_empty(2**16 if first.device.type == "cpu" else 2**24)
+    sums, scales = list[torch.Tensor](), list[float]()
+    for (group, state), count in zip(states, steps, strict=True):
+        root = math.sqrt(1 - group["betas"][1] ** count)
+        for average, square in zip(*(state[name].flatten().split(len(buffer)) for name in ("exp_avg", "exp_avg_sq")), strict=True):
+            update = buffer[: len(square)]
+            torch.sqrt(square, out=update).add_(group["eps"] * root)
+            torch.div(average, update, out=update)
+            sums.append(torch.dot(update, update))
+            scales.append(root * group["lr"] / (1 - group["betas"][0] ** count))
+    return math.sqrt(sum(value * scale**2 for value, scale in zip(torch.stack(sums).tolist(), scales, strict=True)))
 
 
 def checked_denominator(denominator: float) -> float:

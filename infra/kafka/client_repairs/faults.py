@@ -331,7 +331,7 @@ def a_silent_broker_leaves_time_for_the_others() -> None:
     """Fault: bootstrap gives one address the whole timeout: a broker that accepts connections and sends nothing uses it up.
 
     With one of three brokers frozen, every third client fails to open. Repro: silent_broker. Report: "_do_bootstrap() spends
-    bootstrap_timeout_ms on the first address it picks".
+    bootstrap_timeout_ms on the first address it picks"; issue 2284 is the same fault of version 2.
     """
     manager: Any = net_manager.KafkaConnectionManager
     stock = manager.get_connection
