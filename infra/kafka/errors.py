@@ -13,7 +13,7 @@ from kafka.net.compat import KafkaNetClient
 
 from penstock.infra.errors import Fenced, LogError, LogUnreachable, LostPartition, OutcomeUnknown, SendFailed
 from penstock.infra.kafka.client_repairs import faults, private_api
-from penstock.infra.kafka.settings import Connection, connecting
+from penstock.infra.kafka.settings import CONNECTING, Connection
 from penstock.infra.log import TRANSACTION_S
 
 # Without a handler Python prints the client library's warnings to the terminal; an application that configures logging still gets them.
@@ -116,7 +116,7 @@ def make(kind: Callable[..., Any], connection: Connection, settings: dict[str, A
     network_clients: list[Any] = []
 
     def net_client(**configs: Any) -> Any:
-        network_clients.append(KafkaNetClient(**configs, **connecting()))
+        network_clients.append(KafkaNetClient(**configs, **CONNECTING))
         return network_clients[0]
 
     reasons = _Reasons()

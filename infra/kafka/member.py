@@ -291,7 +291,7 @@ class KafkaMember:
             # five minutes that metadata are valid, as nothing is fetched meanwhile. The next turn tries again.
             private_api.request_metadata(self._consumer)
             return
-        committed = {reading.partition_of(tp): reading.to_committed(offsets.get(tp)) for tp in sorted(partitions)}
+        committed = {(tp.topic, tp.partition): reading.to_committed(offsets.get(tp)) for tp in sorted(partitions)}
         # Always seek: a fetch for an earlier assignment may have moved the position past records that were never delivered.
         for partition, commit in committed.items():
             offset, first = commit.offset, starts[TopicPartition(*partition)]
@@ -309,7 +309,7 @@ class KafkaMember:
     def _send_commits(self, offsets: dict[Any, Any]) -> None:
         """Send a commit without waiting; its outcome is recorded in the buffer."""
         if offsets:
-            sent = {reading.partition_of(tp): (value.offset, value.metadata) for tp, value in offsets.items()}
+            sent = {(tp.topic, tp.partition): (value.offset, value.metadata) for tp, value in offsets.items()}
             future = private_api.commit_soon(self._consumer, offsets)
             future.add_callback(lambda _: self._buffer.committed(sent))
             future.add_errback(lambda error: self._buffer.uncommitted(sent, error))

@@ -119,11 +119,10 @@ def common(connection: Connection) -> dict[str, Any]:
     }
 
 
-def connecting() -> dict[str, Any]:
-    """Settings of every client's network part that the client's constructor does not take."""
-    # A frozen broker's queue of new connections fills up, and the system retries ever more seldom: after a minute only every 30 s.
-    # A new attempt every 5 s connects within seconds of the broker's return.
-    return {"socket_connection_setup_timeout_ms": 5000, "socket_connection_setup_timeout_max_ms": 5000}
+# A frozen broker's queue of new connections fills up, and the system retries ever more seldom: after a minute only every 30 s.
+# A new attempt every 5 s connects within seconds of the broker's return.
+CONNECTING = {"socket_connection_setup_timeout_ms": 5000, "socket_connection_setup_timeout_max_ms": 5000}
+"""Settings of every client's network part that the client's constructor does not take."""
 
 
 def consumer(connection: Connection, *, group: str | None) -> dict[str, Any]:

@@ -135,11 +135,6 @@ def to_kafka(offsets: Commits) -> dict[Any, Any]:
     return {TopicPartition(*partition): OffsetAndMetadata(offset, metadata, -1) for partition, (offset, metadata) in offsets.items()}
 
 
-def partition_of(topic_partition: Any) -> Partition:
-    """Convert a partition of the client library."""
-    return topic_partition.topic, topic_partition.partition
-
-
 def to_committed(commit: Any) -> Committed:
     """Convert a committed offset of the client library; None means nothing was committed."""
     return Committed(offset=None) if commit is None else Committed(offset=commit.offset, metadata=commit.metadata or "")
@@ -224,7 +219,7 @@ class KafkaTail:
 
     @property
     def partitions(self) -> list[Partition]:
-        return [partition_of(tp) for tp in self._consumer.assignment()]
+        return [(tp.topic, tp.partition) for tp in self._consumer.assignment()]
 
     def position(self, partition: Partition) -> int:
         """Return the offset of the next record that this tail delivers. Raises `LogError` for a partition that it does not read."""
@@ -251,7 +246,7 @@ class KafkaTail:
         partitions: Sequence[Any] = list(self._consumer.assignment())
         with edge.translated(f"cannot read committed offsets of group {self._group}"):
             offsets = private_api.fetch_committed(self._consumer, partitions, timeout_s)
-        return {partition_of(tp): to_committed(offsets.get(tp)) for tp in partitions}
+        return {(tp.topic, tp.partition): to_committed(offsets.get(tp)) for tp in partitions}
 
     def close(self, timeout_s: float = 3.0) -> None:
         """Stop reading, within `timeout_s`; an idle consumer is left to the next tail of this log."""
