@@ -21,13 +21,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return consumers
 
 
-def test_topics_that_are_scanned_one_after_the_other_take_one_client(log: KafkaLog, run_id: str, made: list[object]) -> None:
+def test_topics_that_are_scanned_one_after_the_other_share_a_client(log: KafkaLog, run_id: str, made: list[object]) -> None:
     topics = make_topics(log, run_id, "a", "b", "c")
     for topic in topics:
         write(log, topic, [topic.encode()])
     for _ in range(3):
         assert [values_in(log, topic) for topic in topics] == [[topic.encode()] for topic in topics]
-    assert len(made) == 1
+    assert len(made) <= 2  # for nine reads: a client that waits for a response is not kept
 
 
 def test_tails_that_are_open_at_a_time_have_clients_of_their_own(log: KafkaLog, run_id: str, made: list[object]) -> None:
