@@ -12,6 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from penstock.infra.broker import access
 from penstock.pipeline.runtime.leases import ENDED, TOKEN, new_token
 from penstock.pipeline.runtime.main import work
 from penstock.pipeline.runtime.roles import ROLES
@@ -58,7 +59,7 @@ class Processes:
         own = {TOKEN: new_token(), ENDED: ",".join(ended)}
         tokens.append(own[TOKEN])
         settings = {"OMP_NUM_THREADS": "1", "PENSTOCK_HOME": os.environ["PENSTOCK_HOME"], **own, **(environment or {})}
-        arguments = (role, slot, self.run, self.bootstrap, settings, self.output(name), before, options)
+        arguments = (role, slot, self.run, self.bootstrap, settings, self.output(name), before, options, access.started)
         process = _FORKS.Process(target=_work, args=arguments, name=f"{self.run}.{name}")
         process.start()
         self.running[name] = process
@@ -109,11 +110,12 @@ class Processes:
 
 def _work(
     role: str, slot: int, run: str, bootstrap: str, environment: dict[str, str], output: Path, before: Callable[[], None] | None,
-    options: Mapping[str, Any],
+    options: Mapping[str, Any], brokers: set[Path],
 ) -> None:  # fmt: skip
     """The whole life of a forked worker: what `python -m workers` does, with its output in a file."""
     os.setsid()
     os.environ.update(environment)
+    access.started.update(brokers)  # their passwords are in their folders
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for number in (1, 2):
         os.dup2(file, number)

@@ -102,7 +102,7 @@ def test_a_run_whose_workers_are_killed_and_stopped_ends_in_the_weights_of_the_u
 @pytest.mark.slow
 def test_with_extra_groups_every_group_ends_once_whatever_is_killed(broker, run_id, tiny_model, tmp_path: Path) -> None:
     extra = {"mode": "bounded", "max_lag": 0, "prompts_per_step": 3, "oversample_groups": 2}
-    sizes = {"run": {"steps": 14, "seed": 7}, "scorer": {"workers": 2}, "schedule": extra, "sampling": {"max_new_tokens": 60}}
+    sizes = {"run": {"steps": 28, "seed": 7}, "scorer": {"workers": 2}, "schedule": extra, "sampling": {"max_new_tokens": 60}}
     config = config_in_flight(tiny_model, tmp_path, **sizes)
     with WorkerSet(broker, run_id) as worker_set, Processes(broker, run_id, tmp_path) as workers:
         worker_set.create(config)
@@ -111,7 +111,7 @@ def test_with_extra_groups_every_group_ends_once_whatever_is_killed(broker, run_
         report = worker_set.report()
     counts = dict(report["groups"])
     assert counts.pop("admitted") == sum(counts.values())
-    assert counts["trained"] == 14 * 3
+    assert counts["trained"] == 28 * 3
     assert report["lag"]["max"] == 0
     clean(broker, run_id)
 
