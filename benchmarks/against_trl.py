@@ -90,8 +90,8 @@ def of_trl(python: str, model: Path, settings: Sequence[str], *, steps: int, eve
 def of_penstock(model: Path, *, steps: int, every: int, seed: int) -> Side:
     """Penstock's side for a seed."""
     run = f"against-trl-{os.getpid()}-{seed}-{int(time.time())}"
-    settings = [f'model.path="{model}"', f"run.steps={steps}", f"run.seed={seed}", "trainer.checkpoint_every=0"]
-    settings += [f"eval.every={every}"] if every else TRAINING_ONLY
+    settings = [f'model.path="{model}"', f"run.steps={steps}", f"run.seed={seed}"]
+    settings += [f"eval.every={every}", "trainer.checkpoint_every=0"] if every else TRAINING_ONLY
     report = report_of(str(ROOT / "examples" / "smollm2.toml"), run, settings)
     query = "select epoch(cast(committed as timestamptz)) as at, first_sample_at as first from steps order by step"
     committed = penstock_json("sql", run, query)
