@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["follow", "main"]
 
+PUBLISHING_POLL_S = 0.02
+"""Longest wait for records while a version is being sent."""
 LOOK_S = 60.0
 """After waiting this long for groups the trainer checks that workers can read the newest weights."""
 
@@ -271,7 +273,8 @@ class Trainer:
         reporter, device = self.session.reporter, self.device
         reporter.doing(activity, why)
         self.writer.finish_pending(wait=False)
-        arrived = self.arrivals.take_in(POLL_S if device is None else DEVICE_POLL_S)
+        soon = PUBLISHING_POLL_S if self.writer.publishing else POLL_S if device is None else DEVICE_POLL_S
+        arrived = self.arrivals.take_in(soon)
         if device is not None and device.owned and device.contended and not arrived:  # records that arrived may complete a step
             reporter.doing(Activity.NO_DEVICE, "releasing the device", now=True)
             device.release()
