@@ -15,6 +15,8 @@ POINTS = {
     "chunk.sent": "a chunk of a version is sent and not yet acknowledged",
     "ledger.version.before": "a version's chunks are written, its manifest is not",
     "ledger.version.after": "a version's manifest and its ledger record are written",
+    "snapshot.before": "a published version's chunks are written again in full, their manifest is not",
+    "snapshot.after": "the manifest of such chunks is written",
     "ledger.step.before": "a step is computed, its entry is not written",
     "ledger.step.after": "a step is committed",
     "ledger.stale.before": "groups are stale, no entry is written",

@@ -2,8 +2,8 @@
 
 A manifest is written after its chunks and names their offsets; a version is usable only if all its chunks exist and its digest matches.
 Chunks of a full snapshot (`weights/1`) are a complete version, those of a delta (`weights/2`) the difference of two (`weight_delta`), those
-of adapters (`weights/3`) are merged into version 0 (`weight_adapter`). A later manifest of a version with the same digest has the new
-offsets of chunks that had been lost."""
+of adapters (`weights/3`) are merged into version 0 (`weight_adapter`). A later manifest of a version with the same digest replaces the
+first: its chunks are a snapshot of a version that was sent as a delta, or were sent again because others were lost."""
 
 import itertools
 from collections.abc import Mapping

@@ -261,8 +261,8 @@ class Config(Section):
 
     @property
     def weight_partitions(self) -> int:
-        """Number of partitions of `weights`: for manifests, for version 0, and for all other chunks."""
-        return FIRST + self.weights.partitions
+        """Number of partitions of `weights`: for manifests, for version 0, for other versions, and for later snapshots of these."""
+        return FIRST + self.weights.partitions + 1
 
     @property
     def weight_segment_bytes(self) -> int:

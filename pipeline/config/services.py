@@ -15,7 +15,7 @@ class WeightsSection(Section):
         "all",
         description="`chain` deletes versions that newer ones do not build on; `penstock replay rollout` under old versions needs `all`",
     )
-    anchor_every: Positive = Field(20, description="versions between two full snapshots; the others are lossless deltas")
+    anchor_every: Positive = Field(20, description="versions after which a full snapshot is written besides the lossless deltas")
     encoding: Literal["auto", "merged", "adapter"] = Field(
         "auto", description="send versions as LoRA adapters (`adapter`, and `auto` in a LoRA run) or as merged full weights (`merged`)"
     )

@@ -333,7 +333,7 @@ class Arrivals:
             self.writer.check_manifest(record)
             with contextlib.suppress(Unusable):
                 version = weights.check(record, run=self.session.run).policy_version_min or 0
-                self.offsets.note_anchor(self.writer.state.manifests.get(version), record.offset)
+                self.offsets.note_manifest(self.writer.state.manifests.get(version), record.offset)
         else:
             self._on_measurement(record)
 

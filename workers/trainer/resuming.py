@@ -143,7 +143,9 @@ class ResumeOffsets:
     steps: dict[int, int] = field(default_factory=dict)
     """Steps done -> offset of the entry that committed the last of them."""
     anchors: dict[int, int] = field(default_factory=dict)
-    """Anchor version -> offset of the manifest."""
+    """Anchor version -> offset of its first manifest."""
+    manifests: dict[int, int] = field(default_factory=dict)
+    """Version since the oldest of these anchors -> offset of its first manifest."""
     rebased: int | None = None
 
     def checkpoints(self, saved: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -153,16 +155,18 @@ class ResumeOffsets:
             self.steps = {steps: at for steps, at in self.steps.items() if steps >= recorded[-1][0]}
         return tuple(recorded)
 
-    def note_anchor(self, manifest: Manifest | None, offset: int) -> None:
-        """Record the offset of a manifest if its version is an anchor, from which on versions can be read."""
-        if manifest is not None and manifest.begins_chain:
-            self.anchors.setdefault(manifest.version, offset)
+    def note_manifest(self, manifest: Manifest | None, offset: int) -> None:
+        """Record the offset of a version's first manifest, and that it is an anchor, from which on versions can be read."""
+        if manifest is not None:
+            first = self.manifests.setdefault(manifest.version, offset)
+            if manifest.begins_chain:
+                self.anchors.setdefault(manifest.version, first)
 
     def anchor(self, version: int) -> tuple[int, int]:
         """(version, offset) of the anchor that is `ANCHORS` anchors before `version`, or of the first; forgets older ones."""
         older = sorted(recorded for recorded in self.anchors if recorded <= version)[-ANCHORS:]
         first = older[0] if older else 0
-        self.anchors = {recorded: at for recorded, at in self.anchors.items() if recorded >= first}
+        self.anchors, self.manifests = ({n: at for n, at in noted.items() if n >= first} for noted in (self.anchors, self.manifests))
         return first, self.anchors.get(first, 0)
 
 
@@ -255,7 +259,7 @@ def _read_manifests(log: Log, run: str, resume_point: ResumePoint, ledger_state:
         with contextlib.suppress(Unusable):
             manifest = weights.read(record, run=run)[1]
             ledger_state.take(manifest)
-            offsets.note_anchor(manifest, record.offset)
+            offsets.note_manifest(manifest, record.offset)
 
 
 def _entries(log: Log, run: str, start: int, end: int) -> Iterator[tuple[Record, Entry]]:

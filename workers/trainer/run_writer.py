@@ -271,18 +271,20 @@ class RunWriter:
 
     def finish_publishing(self, *, wait: bool = True) -> None:
         """Wait until the version being sent is committed, or raise the error that prevented it; without `wait`, only if it has ended."""
-        publication = self._publication
-        if publication is None or not (wait or publication.sent):
-            return
-        publication.awaited = time.monotonic()
-        manifest = self._publisher.finish(publication)
-        self._publication = None
-        if manifest.version not in self.state.manifests:
-            self._gaps.read()
-            self._commit_version(publication, manifest)
-        self.session.reporter.values.update(version=manifest.version)
-        config = self.session.config.weights
-        if config.keep == "chain" and is_anchor(manifest, every=config.anchor_every):
+        publication, config, anchored = self._publication, self.session.config.weights, False
+        if publication is not None:
+            if not (wait or publication.sent):
+                return
+            publication.awaited = time.monotonic()
+            manifest = self._publisher.finish(publication)
+            self._publication = None
+            if manifest.version not in self.state.manifests:
+                self._gaps.read()
+                self._commit_version(publication, manifest)
+            self.session.reporter.values.update(version=manifest.version)
+            anchored = is_anchor(manifest, every=config.anchor_every)
+        anchored |= self._publisher.finish_snapshot(wait=False)
+        if anchored and config.keep == "chain":
             self._delete_old_chunks()
 
     def _commit_sent(self, publication: Publication, manifest: Manifest) -> None:
@@ -308,6 +310,16 @@ class RunWriter:
             self.write("version", record, version=manifest.version, step=manifest.step, digest=manifest.digest, metrics=measured)
             self.state.add(manifest)
             self._publisher.committed(publication)
+            self._publisher.start_snapshot(self.state.manifests, self._commit_snapshot)
+
+    def _commit_snapshot(self, manifest: Manifest) -> None:
+        """Commit the manifest of a version that was sent again in full, in the thread that has sent it."""
+        with self._lock:
+            self._gaps.add(weights.chunk_places(manifest))
+            faults.reach("snapshot.before")
+            self.transactions.commit([manifest_record(manifest, run=self.session.run)])
+            faults.reach("snapshot.after")
+            self.state.add(manifest)
 
     def _delete_old_chunks(self) -> None:
         """Delete the chunks that neither a worker nor a resume from a checkpoint can need; a refusal by the broker is only logged."""
@@ -342,10 +354,8 @@ class RunWriter:
         publication = self._publisher.start(content, version=version, step=published.step, manifests=manifests, full=True)
         manifest = self._publisher.finish(publication)
         assert manifest.digest == published.digest, f"version {manifest.version} is sent again with another digest"
-        self._gaps.add(weights.chunk_places(manifest))
+        self._commit_snapshot(manifest)
         self._gaps.read()
-        self.transactions.commit([manifest_record(manifest, run=self.session.run)])
-        self.state.add(manifest)
         self._publisher.committed(publication)
         self.lost = None
         self.session.reporter.notify(f"weight version {manifest.version} was published again")
@@ -376,6 +386,11 @@ class RunWriter:
         """Commit the version being sent and the checkpoint being written; without `wait`, only what is ready."""
         self.finish_publishing(wait=wait)
         self.checkpoints.finish(wait=wait)
+
+    def stop(self) -> None:
+        """Commit what is in progress, but for a snapshot of a version that is already published: it is given up."""
+        self.finish_pending()
+        self._publisher.give_up_snapshot()
 
     def export(self, policy: PolicyTrainer) -> None:
         """Write the model in Hugging Face format, if `trainer.export` is set."""
@@ -408,6 +423,8 @@ class RunWriter:
     def close_run(self, *, steps: int, status: str, reason: str, **others: object) -> None:
         """Commit the run's last ledger entry, with these fields as its details, after the version and checkpoint in progress."""
         self.finish_pending()
+        self.session.reporter.doing(Activity.SAVE, "sending the weights in full")
+        self._publisher.finish_snapshot()
         ends = self.session.log.end_offsets([(self.session.topic("weights"), p) for p in range(1, self._publisher.count)])
         self._gaps.add((partition, end) for (_, partition), end in ends.items())
         self._gaps.read()

@@ -2,6 +2,9 @@
 
 Once the chunks are acknowledged, the thread calls the owner of the ledger, which commits the manifest. Each record between the chunks is
 read once and must be a duplicate or goes to the dead-letter topic; a version waits at most `READ_LIMIT_S` for that.
+
+When a chain of deltas is long enough, its newest version is also sent as a full snapshot, concurrently with later versions, none of which
+waits for it. The snapshot's manifest replaces the delta's, because readers use the last one of a version.
 """
 
 import contextlib
@@ -10,9 +13,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.infra.errors import Diverged, LogError, LogUnreachable
-from penstock.infra.log import Log, Producer
+from penstock.infra.log import Log, Pending, Producer
 from penstock.infra.tensors.adapted import Adapted
 from penstock.infra.tensors.host_memory import is_supported
 from penstock.infra.tensors.stream import LARGEST, TensorBytes, broken_tensor, hash_of
@@ -21,12 +25,12 @@ from penstock.pipeline.config.services import WeightsSection
 from penstock.pipeline.learner.policy_trainer import Weights
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.weights.direct import IpcWeightSender
-from penstock.pipeline.runtime.weights.publish import Base, chunk_partitions, send_version
+from penstock.pipeline.runtime.weights.publish import Base, chain_state, chunk_partitions, send_version, snapshot_partition
 from penstock.pipeline.runtime.weights.read import ChunkReader, bring
 from penstock.topics import weights
 from penstock.topics.weights import Manifest
 from penstock.topics.wire.errors import Unusable
-from penstock.topics.wire.record import Record
+from penstock.topics.wire.record import Outgoing, Record
 
 READ_LIMIT_S = 5.0
 """Longest time that one version waits for the gaps between chunks; the remaining ones are read before the next version."""
@@ -117,6 +121,36 @@ class Publication:
         return self.thread is not None and not self.thread.is_alive()
 
 
+class Snapshot:
+    """Sends a published version again in full, in a thread and one chunk at a time, so that later versions need not wait for it."""
+
+    def __init__(self, producer: Producer) -> None:
+        self._producer = producer
+        self.failure: BaseException | None = None
+        self.ended, self.given_up = threading.Event(), threading.Event()
+
+    def start(self, base: Base, published: Manifest, *, then: Callable[[Manifest], None], **settings: Any) -> None:
+        """Send `base`, the version `published`, with these settings of `send_version`, and call `then` with the manifest."""
+
+        def run() -> None:
+            try:
+                digest, step = published.digest, published.step
+                then(send_version(self, base.tensors, version=base.version, step=step, digest=lambda: digest, **settings))
+            except BaseException as error:  # the owner raises it in its thread
+                self.failure = error
+            self.ended.set()
+
+        threading.Thread(target=run, daemon=True, name="snapshot").start()
+
+    def send(self, outgoing: Outgoing) -> Pending:
+        """Send a chunk and wait until it is acknowledged. Raises `LogError` if the snapshot is given up."""
+        if self.given_up.is_set():
+            raise LogError("the trainer stops")
+        pending = self._producer.send(outgoing)
+        pending.offset()
+        return pending
+
+
 @dataclass(slots=True)
 class WeightPublisher:
     """Sends versions as full snapshots, as deltas to the previous version in memory, or as LoRA adapters on version 0."""
@@ -134,6 +168,8 @@ class WeightPublisher:
     """The newest version, if its adapters were sent."""
     _ipc_sender: IpcWeightSender | None = None
     """Shares the newest version with this machine's workers under `transport = "ipc"`."""
+    snapshot: Snapshot | None = None
+    """The snapshot that is being sent."""
 
     def start(
         self,
@@ -227,12 +263,45 @@ class WeightPublisher:
             return None
         return adapted if adapted.below_digest(hash_of(origin.digest)) == origin.digest else None
 
+    def start_snapshot(self, manifests: Mapping[int, Manifest], then: Callable[[Manifest], None]) -> None:
+        """Start to send the newest version in full if its chain of deltas is long, which limits what a new worker must read.
+
+        The thread calls `then` with the manifest once all chunks are acknowledged. While a snapshot is being sent, no other one is started.
+        """
+        base, partition = self.base, snapshot_partition(count=self.count)
+        if base is None or partition is None or self._producer is None or self.snapshot is not None:
+            return
+        if chain_state(manifests, base.version, every=self.config.anchor_every) == "long":
+            self.snapshot = Snapshot(self._producer)
+            settings = {"run": self.run, "partitions": [partition], "max_bytes": self.config.chunk_mib * 2**20}
+            self.snapshot.start(base, manifests[base.version], then=then, **settings)
+
+    def finish_snapshot(self, *, wait: bool = True) -> bool:
+        """Return True if a snapshot was committed since the last call; `wait` for the one being sent. Raises its thread's error."""
+        snapshot = self.snapshot
+        if snapshot is None or not (wait or snapshot.ended.is_set()):
+            return False
+        snapshot.ended.wait()
+        self.snapshot = None
+        if snapshot.failure is not None:
+            raise snapshot.failure
+        return True
+
+    def give_up_snapshot(self) -> None:
+        """End the thread of the snapshot, if any, after the chunk that is being sent."""
+        if self.snapshot is not None:
+            self.snapshot.given_up.set()
+            self.snapshot.ended.wait()
+            self.snapshot = None
+
     def _may_be_delta(self, manifests: Mapping[int, Manifest]) -> bool:
-        """True if the chain of deltas is short enough for one more, which limits what a new worker must read."""
+        """True unless the previous version is not in memory, or a long chain has to end here instead of with a snapshot sent later."""
         if self.base is None or self.base.version != max(manifests, default=-1):
             return False
-        anchor, *deltas = weights.chain(manifests, self.base.version)
-        return len(deltas) + 1 < self.config.anchor_every and sum(delta.nbytes for delta in deltas) < anchor.nbytes
+        every = self.config.anchor_every
+        if every > 1 and snapshot_partition(count=self.count) is not None:
+            return chain_state(manifests, self.base.version, every=every) != "dense"
+        return chain_state(manifests, self.base.version, every=every - 1) == "short"
 
     def _share(
         self, tensors: Callable[[], Sequence[TensorBytes]], version: int, digest: str, origin: Manifest | None

@@ -225,7 +225,7 @@ class Trainer:
         if session.stop.is_set() and done < session.steps and self.arrivals.end_reason is None:
             if done == self.committed > 0:
                 self.writer.checkpoint(self.policy)
-            self.writer.finish_pending()
+            self.writer.stop()
             session.reporter.notify(f"stopped after {self.committed} steps; the run can be resumed")
             return
         self.writer.finish_pending()

@@ -40,7 +40,7 @@ def verify_versions(source: Source, facts: Facts, *, note: Note, refuse: Refuse)
     """
     latest = LatestVersion()
     cursors = {partition: Cursor(source, partition, facts, note, refuse) for partition in source.partitions("weights") if partition}
-    for fact in sorted(facts.first_manifests().values(), key=lambda manifest: manifest.where.offset):
+    for fact in sorted(facts.first_manifests().values(), key=lambda fact: fact.manifest.version):
         facts.recomputed[fact.manifest.version] = _recompute(fact.manifest, cursors, facts, latest)
     for cursor in cursors.values():
         cursor.at(ANY)

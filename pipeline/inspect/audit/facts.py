@@ -346,7 +346,7 @@ class Facts:
         return [fact for fact in self.entries if fact.entry.kind == "step"]
 
     def first_manifests(self) -> dict[int, ManifestFact]:
-        """Return version -> manifest: the last one with the digest of the first, because it lists the offsets of chunks sent again."""
+        """Return version -> manifest: the last one with the digest of the first, because it replaces the others."""
         manifests: dict[int, ManifestFact] = {}
         for fact in self.manifests:
             if manifests.setdefault(fact.manifest.version, fact).manifest.digest == fact.manifest.digest:

@@ -98,7 +98,7 @@ def _about_records(facts: Facts) -> Iterator[str]:
     if released := sum(recomputed.released for recomputed in facts.recomputed.values()):
         yield f"retention has deleted chunks of {released} versions, whose digests cannot be recomputed"
     if again := len(facts.manifests) - len(facts.first_manifests()):
-        yield f"versions were published again {again} times, with the same digest"
+        yield f"{again} manifests replace one of the same version and digest: a snapshot was added, or lost chunks were sent again"
 
 
 def _about_the_run(facts: Facts) -> Iterator[str]:

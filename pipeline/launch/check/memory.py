@@ -178,7 +178,7 @@ def trainer_parts(config: Config, shape: Shape, *, gpu: bool = False) -> dict[st
         "moments": 8 * trained // optimizer,
         "gradients": 4 * trained // gradients,
         "frozen copies": frozen * item * count,
-        "published": item * count + 4 * trained if config.sends_adapters else 2 * item * count,
+        "published": item * count + 4 * trained if config.sends_adapters else 3 * item * count,  # a version, its base, a snapshot
         "activations": saved,
         "one layer, or the output layer": max(one_layer + min(bucket, 4 * trained), head),
     }

@@ -108,13 +108,13 @@ class Growth:
         if self.adapters is not None:
             everything = self.whole + versions * self.adapters
             return everything if chosen.keep == "all" else min(everything, self.whole + 3 * chosen.anchor_every * self.adapters + undeleted)
-        longest = math.ceil(1 / max(self.share, 1e-6)) + 1  # the deltas of a chain are not more bytes than its anchor
-        every = min(chosen.anchor_every, longest)
-        anchors = versions // every
-        everything = (1 + anchors) * self.whole + (versions - anchors) * self.delta
+        deltas = min(chosen.anchor_every, math.ceil(1 / max(self.share, 1e-6)))  # of a chain: no more bytes than its snapshot
+        added = chosen.anchor_every > 1 and 2 * self.delta <= self.whole  # the last one is sent as a snapshot, too; else the next one
+        snapshots = versions // (deltas if added else deltas + (chosen.anchor_every > 1))
+        everything = (1 + snapshots) * self.whole + (versions if added else versions - snapshots) * self.delta
         if chosen.keep == "all":
             return everything
-        cycle = self.whole + (every - 1) * self.delta
+        cycle = self.whole + deltas * self.delta
         return min(everything, self.whole + 3 * cycle + undeleted)  # version 0, two anchors with what follows them, and the next one
 
     def kept_samples(self, steps: int) -> int:

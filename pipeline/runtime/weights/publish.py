@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from penstock.infra import faults
-from penstock.infra.log import Pending, Producer
+from penstock.infra.log import Pending
 from penstock.infra.tensors.stream import HASH, ITEM_BYTES, Hash, Hasher, TensorBytes, in_name_order
 from penstock.topics import weights
 from penstock.topics.versions import weight_delta
@@ -33,8 +33,14 @@ class Base:
     """Tensors sorted by name."""
 
 
+class Sender(Protocol):
+    """Sends single records, as a `Producer`."""
+
+    def send(self, outgoing: Outgoing) -> Pending: ...
+
+
 def send_version(
-    producer: Producer,
+    producer: Sender,
     tensors: Sequence[TensorBytes],
     *,
     run: str,
@@ -93,9 +99,17 @@ def chunk_partitions(version: int, *, count: int) -> list[int]:
     """
     if version == 0 or count <= weights.FIRST:
         return [weights.ORIGIN]
-    others = list(range(weights.FIRST, count))
+    others = list(range(weights.FIRST, snapshot_partition(count=count) or count))
     turn = version % len(others)
     return others[turn:] + others[:turn]
+
+
+def snapshot_partition(*, count: int) -> int | None:
+    """The partition for snapshots of versions that were sent as deltas, so that chunks in any partition are in the order of versions.
+
+    None in a topic with too few partitions for one.
+    """
+    return count - 1 if count > weights.FIRST + 1 else None
 
 
 def manifest_record(manifest: Manifest, *, run: str) -> Outgoing:
@@ -108,7 +122,7 @@ def manifest_record(manifest: Manifest, *, run: str) -> Outgoing:
 class ChunkWriter:
     """Divides a stream of bytes into chunks, and sends each as soon as it is full."""
 
-    producer: Producer
+    producer: Sender
     run: str
     version: int
     partitions: Sequence[int]
@@ -192,6 +206,17 @@ def _encoded(was: memoryview | None, becomes: memoryview, piece: slice, start: i
 
 def _layout(tensors: Sequence[TensorBytes]) -> list[tuple[str, str, tuple[int, ...]]]:
     return [(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+
+
+def chain_state(manifests: Mapping[int, Manifest], version: int, *, every: int) -> Literal["short", "long", "dense"]:
+    """State of a version's chain of deltas: "long" from `every` of them on, or as many bytes as its snapshot has.
+
+    A long chain is "dense" if its newest delta has more than half the bytes of the snapshot, so that another snapshot costs little more.
+    """
+    snapshot, *deltas = weights.chain(manifests, version)
+    if len(deltas) < every and sum(delta.nbytes for delta in deltas) < snapshot.nbytes:
+        return "short"
+    return "dense" if not deltas or 2 * deltas[-1].nbytes > snapshot.nbytes else "long"
 
 
 def is_anchor(manifest: Manifest, *, every: int) -> bool:

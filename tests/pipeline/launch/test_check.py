@@ -6,6 +6,7 @@ import re
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +26,7 @@ from penstock.pipeline.launch.check import preflight, sizes
 from penstock.pipeline.launch.check.preflight import ENOUGH, equal_and_low, refuse_reversed, swapped, unrewarded
 from penstock.pipeline.launch.check.propose import propose
 from penstock.pipeline.launch.create import check_inputs, create
-from penstock.pipeline.runtime.weights.publish import Base, deletable
+from penstock.pipeline.runtime.weights.publish import Base, chain_state, deletable
 from penstock.topics.weights import FIRST, Manifest
 from penstock.workers.trainer.weight_publisher import WeightPublisher
 from tests.support.examples import manifest_of
@@ -77,7 +78,7 @@ def test_a_created_run_has_as_many_partitions_for_chunks_of_weights_as_it_asks_f
     log = MemoryLog()
     create(configured(tmp_path), log=log, run_id="eight", notify=lambda _: None)
     create(configured(tmp_path, weights={"partitions": 3}), log=log, run_id="three", notify=lambda _: None)
-    assert (log.partitions("eight.weights"), log.partitions("three.weights")) == (FIRST + 8, FIRST + 3)
+    assert (log.partitions("eight.weights"), log.partitions("three.weights")) == (FIRST + 8 + 1, FIRST + 3 + 1)
 
 
 @pytest.mark.parametrize(
@@ -301,15 +302,19 @@ def test_the_bytes_of_the_weights_are_those_that_the_publisher_makes_and_retenti
     config = configured(folder, weights={"anchor_every": every}, trainer={"checkpoint_every": 0})
     chained = config.model_copy(update={"weights": config.weights.model_copy(update={"keep": "chain"})})
     kept, short = (sizes.Growth(config=chosen, count=10**9, share=share) for chosen in (config, chained))
-    publisher, manifests, lying = WeightPublisher(MemoryLog(), "r", config.weights, 3), dict[int, Manifest](), 0
+    publisher, manifests, sent = WeightPublisher(MemoryLog(), "r", config.weights, 4), dict[int, Manifest](), list[Manifest]()
     for version in range(100):
         publisher.base = Base(version=version - 1, tensors=())
         delta = bool(manifests) and publisher._may_be_delta(manifests)
         manifests[version] = manifest(version, nbytes=int(share * whole) if delta else whole, base=version - 1 if delta else None)
+        sent.append(manifests[version])
+        if delta and chain_state(manifests, version, every=every) == "long":
+            manifests[version] = replace(manifest(version, nbytes=whole, base=None), chunk_partitions=(3,))
+            sent.append(manifests[version])
         log = kept.here(version) - version * kept.samples - kept.exported
-        assert kept.weights(version) == sum(one.nbytes for one in manifests.values()) == log
-        before = deletable(manifests, ends={2: version}, every=every).get(2, 0)
-        lying = sum(one.nbytes for number, one in manifests.items() if not number or number > before)
+        assert kept.weights(version) == sum(one.nbytes for one in sent) == log
+        before = deletable(manifests, ends={2: version, 3: version}, every=every)
+        lying = sum(one.nbytes for one in sent if one.chunk_offsets[0] >= before.get(one.chunk_partitions[0], 0))
         assert short.weights(version) >= lying
     assert short.weights(100) == short.weights(10**6) >= lying
 

@@ -69,7 +69,7 @@ def unaccounted(facts: Facts) -> list[Unusable]:
 
 
 def replaced_chunks(facts: Facts) -> set[RecordId]:
-    """Return the old offsets of chunks that were sent again; a later manifest of the version lists their new offsets."""
+    """Return the offsets of chunks that a later manifest of their version replaces."""
     listed, current = (
         {RecordId("weights", *position) for fact in manifests for position in weights.chunk_places(fact.manifest)}
         for manifests in (facts.manifests, facts.first_manifests().values())
