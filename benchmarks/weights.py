@@ -3,6 +3,7 @@
     python -m benchmarks weights --rounds 5
     python -m benchmarks weights --rounds 5 --layers 4 --changed 0.05
     python -m benchmarks weights --rounds 5 --transport ipc
+    python -m benchmarks weights --rounds 16 --transport kafka --anchor-every 5
 
 Random bfloat16 weights in the shapes of Qwen2.5-0.5B pass through an embedded broker. Each round measures a memory copy with a comparison,
 a full snapshot and a delta one after the other; figures are medians over the rounds. "published to applied" lasts from the bytes in the
@@ -137,7 +138,7 @@ def print_publications(log: KafkaLog, chosen: argparse.Namespace) -> None:
         for name, shape in shapes(chosen.layers).items()
     }
     copies = CopyStream(torch.device("cpu"), HostBuffers(shared=chosen.transport == "ipc"))
-    trainer, worker = Publishing(log, transport=chosen.transport, anchor_every=20), None
+    trainer, worker = Publishing(log, transport=chosen.transport, anchor_every=chosen.anchor_every), None
     for version in range(chosen.rounds):
         for parameter in model.values():
             changed = rng.integers(0, parameter.numel(), int(parameter.numel() * chosen.changed))
@@ -159,6 +160,7 @@ def print_publications(log: KafkaLog, chosen: argparse.Namespace) -> None:
         size = f"version {version} {manifest.encoding:6}{manifest.nbytes / 1e6:9.1f} MB"
         seconds = f"waited {stall_s:6.3f} s, in the log after {logged_s:6.2f} s, with the worker after {loadable_s:6.2f} s"
         print(f"{size}  {seconds}, longest pause {1e3 * pauses.longest_s:6.1f} ms", flush=True)
+    trainer.writer._publisher.finish_snapshot()
     if worker is not None:
         worker.close()
     trainer.writer._publisher.close()
@@ -170,6 +172,7 @@ def main(arguments: Sequence[str]) -> int:
     with_numbers(parser, rounds=5, layers=24)
     parser.add_argument("--changed", type=float, default=0.01, help="share of the elements that differ")
     parser.add_argument("--transport", choices=("kafka", "ipc"), help="publish as a trainer does, by this transport")
+    parser.add_argument("--anchor-every", type=int, default=20, help="with --transport: versions between two snapshots")
     chosen = parser.parse_args(arguments)
     with own_broker("weights") as (_, broker):
         log = KafkaLog(broker.bootstrap)

@@ -388,9 +388,9 @@ class RunWriter:
         self.checkpoints.finish(wait=wait)
 
     def stop(self) -> None:
-        """Commit what is in progress, but for a snapshot of a version that is already published: it is given up."""
+        """Commit what is in progress, but for a snapshot of a version that is already published: it is abandoned."""
         self.finish_pending()
-        self._publisher.give_up_snapshot()
+        self._publisher.abandon_snapshot()
 
     def export(self, policy: PolicyTrainer) -> None:
         """Write the model in Hugging Face format, if `trainer.export` is set."""

@@ -127,7 +127,7 @@ class Snapshot:
     def __init__(self, producer: Producer) -> None:
         self._producer = producer
         self.failure: BaseException | None = None
-        self.ended, self.given_up = threading.Event(), threading.Event()
+        self.ended, self.abandoned = threading.Event(), threading.Event()
 
     def start(self, base: Base, published: Manifest, *, then: Callable[[Manifest], None], **settings: Any) -> None:
         """Send `base`, the version `published`, with these settings of `send_version`, and call `then` with the manifest."""
@@ -143,8 +143,8 @@ class Snapshot:
         threading.Thread(target=run, daemon=True, name="snapshot").start()
 
     def send(self, outgoing: Outgoing) -> Pending:
-        """Send a chunk and wait until it is acknowledged. Raises `LogError` if the snapshot is given up."""
-        if self.given_up.is_set():
+        """Send a chunk and wait until it is acknowledged. Raises `LogError` if the snapshot is abandoned."""
+        if self.abandoned.is_set():
             raise LogError("the trainer stops")
         pending = self._producer.send(outgoing)
         pending.offset()
@@ -287,10 +287,10 @@ class WeightPublisher:
             raise snapshot.failure
         return True
 
-    def give_up_snapshot(self) -> None:
+    def abandon_snapshot(self) -> None:
         """End the thread of the snapshot, if any, after the chunk that is being sent."""
         if self.snapshot is not None:
-            self.snapshot.given_up.set()
+            self.snapshot.abandoned.set()
             self.snapshot.ended.wait()
             self.snapshot = None
 

@@ -39,11 +39,11 @@ LIMIT_S = 60.0
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Chunks of snapshots are sent while this is set, or once they are given up."""
+    """Chunks of snapshots are sent while this is set, or once they are abandoned."""
     gate, send = threading.Event(), Snapshot.send
 
     def waiting(self: Snapshot, outgoing: Any) -> Any:
-        until(lambda: gate.is_set() or self.given_up.is_set(), "an open gate", limit_s=LIMIT_S)
+        until(lambda: gate.is_set() or self.abandoned.is_set(), "an open gate", limit_s=LIMIT_S)
         return send(self, outgoing)
 
     monkeypatch.setattr(Snapshot, "send", waiting)
@@ -117,7 +117,7 @@ def test_a_reader_that_holds_deltas_is_not_disturbed_by_a_later_snapshot(gate: t
 
 def test_what_a_trainer_left_of_a_snapshot_counts_as_a_duplicate_and_its_successor_sends_another(monkeypatch: pytest.MonkeyPatch) -> None:
     send = weight_publisher.send_version
-    monkeypatch.setattr(weight_publisher, "send_version", lambda *given, **named: send(*given, **{**named, "max_bytes": 100}))
+    monkeypatch.setattr(weight_publisher, "send_version", lambda *args, **named: send(*args, **{**named, "max_bytes": 100}))
     published, passes = Publishing(log_of()), Snapshot.send
 
     def dies(self: Snapshot, outgoing: Any) -> Any:
@@ -218,7 +218,7 @@ def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 
 def distinct(outcome: dict[str, Any]) -> dict[str, Any]:
-    """An outcome without the number of manifests of a version, as a snapshot may be given up."""
+    """An outcome without the number of manifests of a version, as a snapshot may be abandoned."""
     return {**outcome, "versions": sorted(set(outcome["versions"]))}
 
 
