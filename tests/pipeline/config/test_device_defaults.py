@@ -58,6 +58,15 @@ def test_a_configuration_that_is_read_beside_a_gpu_has_its_defaults_and_keeps_th
     assert here.correction == "tis"  # rounding makes engine and trainer differ
 
 
+def test_samples_of_quantised_weights_are_corrected_unless_the_ratio_is_to_the_behaviour_policy(file: Path) -> None:
+    fp8 = ["rollout.vllm.quantization=fp8_per_tensor", "rollout.dtype=float32", "schedule.mode=synchronous"]
+    assert load(file, fp8[1:]).correction == "none"
+    assert load(file, fp8).correction == "tis"
+    with pytest.raises(ConfigError, match=r"rollout\.vllm\.quantization: .* remove algorithm\.correction, or set it to 'tis'"):
+        load(file, [*fp8, "algorithm.correction=none"])
+    assert load(file, [*fp8, "algorithm.correction=none", "algorithm.proximal=behaviour"]).correction == "none"
+
+
 def test_what_a_person_chose_stands_and_so_does_a_device_of_its_own(file: Path) -> None:
     chosen = load(file, ["trainer.dtype=float32", "rollout.device=cpu"], gpus=2)
     assert (chosen.trainer.dtype, chosen.trainer.tf32) == ("float32", True)
