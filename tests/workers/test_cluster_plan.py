@@ -45,7 +45,7 @@ def test_the_command_plans_for_other_numbers_of_workers_and_machines(
         return json.loads(capsys.readouterr().out)
 
     two, many = figures(), figures("--workers", "64", "--machines", "8")
-    assert (two["replicas"], two["partitions"], many["rollout_workers"]) == (3, 3 * (3 * 8 + 10 + 11), 64)
+    assert (two["replicas"], two["partitions"], many["rollout_workers"]) == (3, 3 * (3 * 8 + 11 + 11), 64)
     assert many["written_per_s"] > two["written_per_s"]
     assert many["read_per_s"] > 3 * two["read_per_s"]
     assert cli.main(["plan", "--cluster", str(file), "--step-s", "10", "--lengths", "constant:100"]) == 0
