@@ -20,7 +20,7 @@ PENSTOCK = [sys.executable, "-c", "import sys; from penstock.pipeline.cli import
 WORKER = [sys.executable, "-m", "penstock.workers"]
 
 REPORT = "report.json"
-TRAINING_ONLY = ("trainer.checkpoint_every=0", "trainer.export=false", "mlflow.enabled=false", "eval.every=1000000", "eval.limit=1")
+TRAINING_ONLY = ("trainer.checkpoint_every=0", "trainer.export=false", "mlflow.enabled=false", "eval.source=")
 """Settings of a run that only generates and trains."""
 
 

@@ -73,9 +73,6 @@ class RunReader:
         """The ledger's entries, without repeated ones and without those after a gap."""
         return (item for item in self.history(LedgerState(self.run), topics=("ledger",)) if isinstance(item, Entry))
 
-    def manifests(self) -> Iterator[Manifest]:
-        return (item for item in self.history(LedgerState(self.run), topics=("weights",)) if isinstance(item, Manifest))
-
     def history(self, ledger_state: LedgerState, *, topics: Sequence[str] = ("ledger", "weights")) -> Iterator[Entry | Manifest]:
         """Every new ledger entry and manifest, after applying it to `ledger_state`; skips repeated and unusable records."""
         for record in itertools.chain.from_iterable(self.records(topic, partitions=[0]) for topic in topics):

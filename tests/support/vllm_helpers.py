@@ -15,7 +15,9 @@ LIMIT = 1e-4
 """Nats between vLLM's logprob and a recompute in float32."""
 
 
-def save_model(directory: Path, *, tied: bool, head_dim: int = 32, layers: int = 2, hidden: int = 64, positions: int = 512) -> Path:
+def save_model(
+    directory: Path, *, tied: bool, head_dim: int = 32, layers: int = 2, hidden: int = 64, positions: int = 512, **others: Any
+) -> Path:
     """A random Qwen3 whose logits are far from flat, so that a wrong version shows."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -24,6 +26,7 @@ def save_model(directory: Path, *, tied: bool, head_dim: int = 32, layers: int =
     config = Qwen3Config(
         vocab_size=90, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=2,
         num_key_value_heads=1, head_dim=head_dim, max_position_embeddings=positions, tie_word_embeddings=tied, initializer_range=0.15,
+        **others,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(directory)
     return directory

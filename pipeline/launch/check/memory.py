@@ -165,6 +165,8 @@ def trainer_parts(config: Config, shape: Shape, *, gpu: bool = False) -> dict[st
     optimizer, gradients, weights = (shards if stage >= first else 1 for first in (1, 2, 3))
     # DeepSpeed keeps masters of float32 weights, too, where it shards anything.
     masters = not rank and (item < 4 or stage > 0)
+    # Rank 0 has a version, its base and a snapshot on the host; on GPUs each rank has the model there before, while it loads.
+    copies = max(3, shards) if gpu else 3
     frozen = (config.algorithm.kl_coef > 0 and not rank) + (config.proximal == "snapshot")
     saved, one_layer, head = activations(config, shape, gpu=gpu)
     options = trainer.deepspeed_config.get("zero_optimization", {})
@@ -178,7 +180,7 @@ def trainer_parts(config: Config, shape: Shape, *, gpu: bool = False) -> dict[st
         "moments": 8 * trained // optimizer,
         "gradients": 4 * trained // gradients,
         "frozen copies": frozen * item * count,
-        "published": item * count + 4 * trained if config.sends_adapters else 3 * item * count,  # a version, its base, a snapshot
+        "published": item * count + 4 * trained if config.sends_adapters else copies * item * count // shards,
         "activations": saved,
         "one layer, or the output layer": max(one_layer + min(bucket, 4 * trained), head),
     }
