@@ -36,6 +36,8 @@ class LedgerState:
     last_seq: int = -1
     head: str | None = None
     """Digest of the newest entry's payload; None before the first one."""
+    chunk_ends: dict[int, int] = field(default_factory=dict)
+    """Partition of `weights` -> offset after the newest chunk that a manifest lists."""
     _anchor: int = 0
     """The newest anchor version."""
 
@@ -95,6 +97,8 @@ class LedgerState:
 
     def add(self, manifest: Manifest) -> None:
         """Count a version as published, or update the offsets of its chunks after they were sent again."""
+        for partition, offset in zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True):
+            self.chunk_ends[partition] = max(self.chunk_ends.get(partition, 0), offset + 1)
         if (origin := self.manifests.get(0)) is not None and (manifest.names, manifest.shapes) == (origin.names, origin.shapes):
             dtypes = origin.dtypes if manifest.dtypes == origin.dtypes else manifest.dtypes  # all versions share the tuples
             manifest = replace(manifest, names=origin.names, dtypes=dtypes, shapes=origin.shapes)

@@ -159,8 +159,7 @@ class RunWriter:
         self.checkpoints = Checkpointer(session, self.write)
         count = session.log.partitions(session.topic("weights")) or 2
         self._publisher = WeightPublisher(session.log, session.run, session.config.weights, count, notify=session.reporter.notify)
-        self._gaps = ChunkGaps(session)
-        self._gaps.skip(self.state.manifests.values())
+        self._gaps = ChunkGaps(session, dict(self.state.chunk_ends))
 
     def open_run(self, policy: PolicyTrainer) -> None:
         """Publish version 0 in a new run; otherwise check that the model is the one the run started with."""

@@ -41,16 +41,10 @@ class ChunkGaps:
     """Tracks the offsets of the trainer's chunks, and checks foreign records between them."""
 
     session: Session
-    ends: dict[int, int] = field(default_factory=dict)
-    """Chunk partition -> offset after the trainer's newest chunk."""
+    ends: dict[int, int]
+    """Chunk partition -> offset after the trainer's newest chunk; gaps before were checked when that was published."""
     unread: deque[tuple[int, int, int]] = field(default_factory=deque)
     """Partition, start offset and end offset of the gaps that are not read yet."""
-
-    def skip(self, manifests: Iterable[Manifest]) -> None:
-        """Start after the chunks of these versions; the gaps before were checked when they were published."""
-        for manifest in manifests:
-            for partition, offset in zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True):
-                self.ends[partition] = max(self.ends.get(partition, 0), offset + 1)
 
     def add(self, offsets: Iterable[tuple[int, int]]) -> None:
         """Add the gaps before these (partition, offset) pairs: the newest chunks, or the partitions' ends."""
@@ -71,6 +65,9 @@ class ChunkGaps:
     def _read_gap(self, partition: int, start: int, end: int, *, until: float) -> int:
         """Check the records from `start` to `end`, a few at a time as each may be large; return the offset of the first unread one."""
         tp = self.session.topic("weights"), partition
+        start = max(start, self.session.log.beginning_offsets([tp])[tp])  # those before were deleted
+        if start >= end:
+            return end
         with contextlib.closing(self.session.log.tail({tp: start})) as tail:
             while (position := tail.position(tp)) < end and time.monotonic() < until:
                 for record in tail.poll(0.2, max_records=100):

@@ -16,6 +16,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.learner.ledger_history import read_ledger_history
 from penstock.pipeline.learner.policy_trainer import Weights
+from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.weights.publish import snapshot_partition
 from penstock.pipeline.runtime.weights.read import fetch
 from penstock.pipeline.runtime.weights.receive import WeightPrefetch
@@ -125,10 +126,10 @@ def test_what_a_trainer_left_of_a_snapshot_counts_as_a_duplicate_and_its_success
         raise LogError("the trainer dies")
 
     monkeypatch.setattr(Snapshot, "send", dies)
-    for version in range(4):
-        published.version(version)
-    until(lambda: snapshot_ended(published), "the end of the thread", limit_s=LIMIT_S)
     with pytest.raises(LogError, match="the trainer dies"):
+        for version in range(4):
+            published.version(version)
+        until(lambda: snapshot_ended(published), "the end of the thread", limit_s=LIMIT_S)
         published.writer.finish_publishing(wait=False)
     monkeypatch.setattr(Snapshot, "send", passes)
     successor = Publishing(published.log, state_of(published.log))
@@ -167,6 +168,27 @@ def test_old_chunks_are_deleted_up_to_the_last_but_one_snapshot_and_no_chunk_tha
     for version in (3, 4, 6, 7):
         with pytest.raises(LogError, match="no chunk"):
             fetch(published.log, manifests, version, run=RUN)
+
+
+@pytest.mark.parametrize(("keep", "since"), [("all", 0), ("chain", 0), ("chain", 9)])
+def test_a_successor_that_knows_the_versions_since_a_snapshot_reads_no_chunk_again_that_its_predecessor_sent(keep: str, since: int) -> None:
+    published = Publishing(log_of(12), keep=keep)
+    for version in range(14):
+        published.version(version)
+        settled(published)
+    state = LedgerState(RUN)
+    for record in records_of(published.log, f"{RUN}.weights"):
+        if not record.partition and (manifest := weights.read(record, run=RUN)[1]).version in (0, *range(since, 14)):
+            state.newest_version = max(state.newest_version, manifest.version - 1)
+            state.take(manifest)
+    successor = Publishing(published.log, state, keep=keep)
+    successor.writer.state.last_seq = published.writer.state.last_seq
+    for version in range(14, 26):
+        successor.version(version)
+        settled(successor)
+    values = successor.writer.session.reporter.values
+    assert (values.get("dead_letters"), values.get("duplicates")) == (None, None)
+    assert fetch(successor.log, successor.writer.state.manifests, 25, run=RUN) == tensors_of(25)
 
 
 def test_a_trainer_resumes_at_the_first_manifest_of_a_snapshots_version_after_which_no_manifest_is_missing(gate: threading.Event) -> None:
