@@ -125,12 +125,14 @@ def test_what_a_trainer_left_of_a_snapshot_counts_as_a_duplicate_and_its_success
         passes(self, outgoing)
         raise LogError("the trainer dies")
 
-    monkeypatch.setattr(Snapshot, "send", dies)
-    with pytest.raises(LogError, match="the trainer dies"):
+    def versions_until_the_snapshot_ends() -> None:
         for version in range(4):
             published.version(version)
-        until(lambda: snapshot_ended(published), "the end of the thread", limit_s=LIMIT_S)
-        published.writer.finish_publishing(wait=False)
+        settled(published)
+
+    monkeypatch.setattr(Snapshot, "send", dies)
+    with pytest.raises(LogError, match="the trainer dies"):
+        versions_until_the_snapshot_ends()
     monkeypatch.setattr(Snapshot, "send", passes)
     successor = Publishing(published.log, state_of(published.log))
     successor.version(4)
