@@ -170,7 +170,7 @@ The topics of a run are named `RUN.NAME`. All runs share the topic `penstock.run
 workers. [The log](../explanation/the-log.md) explains records, transactions, duplicates and dead letters.
 
 """
-    counts = {1: "1", 2: "`kafka.partitions`", 3: "2 + `weights.partitions`"}
+    counts = {1: "1", 2: "`kafka.partitions`", 3: "3 + `weights.partitions`"}
     rows = []
     for name, spec in {**topics_of("run", partitions=2, weight_partitions=3, turns=True), RUNS_TOPIC: RUNS_SPEC}.items():
         topic = name.removeprefix("run.")
