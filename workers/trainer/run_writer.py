@@ -422,7 +422,8 @@ class RunWriter:
     def close_run(self, *, steps: int, status: str, reason: str, **others: object) -> None:
         """Commit the run's last ledger entry, with these fields as its details, after the version and checkpoint in progress."""
         self.finish_pending()
-        self.session.reporter.doing(Activity.SAVE, "sending the weights in full")
+        if self._publisher.snapshot is not None:
+            self.session.reporter.doing(Activity.SAVE, "sending the weights in full")
         self._publisher.finish_snapshot()
         ends = self.session.log.end_offsets([(self.session.topic("weights"), p) for p in range(1, self._publisher.count)])
         self._gaps.add((partition, end) for (_, partition), end in ends.items())
