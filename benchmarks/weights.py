@@ -160,7 +160,7 @@ def print_publications(log: KafkaLog, chosen: argparse.Namespace) -> None:
         size = f"version {version} {manifest.encoding:6}{manifest.nbytes / 1e6:9.1f} MB"
         seconds = f"waited {stall_s:6.3f} s, in the log after {logged_s:6.2f} s, with the worker after {loadable_s:6.2f} s"
         print(f"{size}  {seconds}, longest pause {1e3 * pauses.longest_s:6.1f} ms", flush=True)
-    trainer.writer._publisher.finish_snapshot()
+    trainer.writer.close_run(steps=chosen.rounds, status="finished", reason="measured")
     if worker is not None:
         worker.close()
     trainer.writer._publisher.close()

@@ -282,7 +282,7 @@ class RunWriter:
                 self._commit_version(publication, manifest)
             self.session.reporter.values.update(version=manifest.version)
             anchored = is_anchor(manifest, every=config.anchor_every)
-        anchored |= self._publisher.finish_snapshot(wait=False)
+        anchored |= self._publisher.finish_snapshot()
         if anchored and config.keep == "chain":
             self._delete_old_chunks()
 
@@ -424,7 +424,8 @@ class RunWriter:
         self.finish_pending()
         if self._publisher.snapshot is not None:
             self.session.reporter.doing(Activity.SAVE, "sending the weights in full")
-        self._publisher.finish_snapshot()
+            self._publisher.snapshot.ended.wait()
+            self.finish_publishing()
         ends = self.session.log.end_offsets([(self.session.topic("weights"), p) for p in range(1, self._publisher.count)])
         self._gaps.add((partition, end) for (_, partition), end in ends.items())
         self._gaps.read()

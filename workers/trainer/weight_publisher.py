@@ -273,12 +273,11 @@ class WeightPublisher:
             settings = {"run": self.run, "partitions": [partition], "max_bytes": self.config.chunk_mib * 2**20}
             self.snapshot.start(base, manifests[base.version], then=then, **settings)
 
-    def finish_snapshot(self, *, wait: bool = True) -> bool:
-        """Return True if a snapshot was committed since the last call; `wait` for the one being sent. Raises its thread's error."""
+    def finish_snapshot(self) -> bool:
+        """Return True if a snapshot was committed since the last call. Raises the error of its thread."""
         snapshot = self.snapshot
-        if snapshot is None or not (wait or snapshot.ended.is_set()):
+        if snapshot is None or not snapshot.ended.is_set():
             return False
-        snapshot.ended.wait()
         self.snapshot = None
         if snapshot.failure is not None:
             raise snapshot.failure
